@@ -1,0 +1,154 @@
+"""What a caller can ask for (variants) and what is compiled for it (image specs), with the names of both.
+
+A variant is a consumer key, a source and options. Several variants share one compiled image: the block that is
+written, the aux copy and the mailbox capacity are run-time arguments of the kernel, and a kernel that takes
+precomputed statistics reads no saved block, so its code does not depend on how many there are.
+
+Names have one writer (`str`) and one parser (`parse_variant`):
+
+    nb7-delta-write7-final-ring8-aux-stats
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from attnres_aot.errors import UsageError
+
+ELEMS_PER_CTA = 1024
+"""Row elements that one CTA handles; a row of hidden size c * 1024 is one cluster of c CTAs."""
+MAX_CLUSTER = 8
+"""Largest cluster that every supported GPU launches (the portable cluster size)."""
+MAX_BLOCKS = 8
+"""Most saved blocks that one consumer reads."""
+MAX_SLOTS = 16
+"""Most mailbox slots that one consumer sums."""
+
+_NAME = re.compile(r"nb(\d+)(-delta)?(?:-write(\d+))?(-final)?(?:-ring(\d+))?(-aux)?(-stats)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ConsumerKey:
+    """Which consumer of the model: the four facts that a decoder layer fixes."""
+
+    nb: int
+    """Number of saved blocks that the consumer mixes, 0..MAX_BLOCKS."""
+    has_delta: bool
+    """The source is added to the prefix; otherwise the source replaces it."""
+    write: int | None = None
+    """Block index that receives the updated prefix, or None."""
+    final: bool = False
+    """The consumer at the end of the model, which rounds the mixture before the output norm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One consumer that a caller can ask for."""
+
+    key: ConsumerKey
+    """Which consumer."""
+    slots: int = 0
+    """0: ordinary source; n >= 1: a Lamport mailbox of n slots."""
+    aux: bool = False
+    """Also writes a second copy of the updated prefix."""
+    stats: bool = False
+    """Takes precomputed statistics of the saved blocks instead of reading them."""
+
+    def __str__(self) -> str:
+        key = self.key
+        parts = [f"nb{key.nb}"]
+        if key.has_delta:
+            parts.append("delta")
+        if key.write is not None:
+            parts.append(f"write{key.write}")
+        if key.final:
+            parts.append("final")
+        if self.slots:
+            parts.append(f"ring{self.slots}")
+        if self.aux:
+            parts.append("aux")
+        if self.stats:
+            parts.append("stats")
+        return "-".join(parts)
+
+    @property
+    def sort_key(self) -> tuple[int, bool, bool, int, bool, bool, int]:
+        """Order of variants in plans, manifests and tables."""
+        key = self.key
+        write = -1 if key.write is None else key.write
+        return (self.slots, self.stats, key.final, key.nb, not key.has_delta, self.aux, write)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerSpec:
+    """Everything that the compiled code of a consumer depends on, other than arch and toolchain."""
+
+    hidden: int
+    """Row length H in elements: a multiple of ELEMS_PER_CTA, at most MAX_CLUSTER times it."""
+    nb: int | None
+    """Saved blocks that the code reads, or None for code that takes precomputed statistics."""
+    has_delta: bool
+    """The source is added to the prefix."""
+    final: bool
+    """The mixture is rounded to bf16 before the output norm."""
+    slots: int
+    """0: ordinary source; n: mailbox of n slots."""
+
+    def __str__(self) -> str:
+        parts = [f"h{self.hidden}", "stats" if self.nb is None else f"nb{self.nb}"]
+        if self.has_delta:
+            parts.append("delta")
+        if self.final:
+            parts.append("final")
+        if self.slots:
+            parts.append(f"ring{self.slots}")
+        return "-".join(parts)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share one row."""
+        return self.hidden // ELEMS_PER_CTA
+
+    @property
+    def sort_key(self) -> tuple[int, int, int, bool, bool]:
+        """Order of images in plans and manifests."""
+        nb = MAX_BLOCKS + 1 if self.nb is None else self.nb
+        return (self.hidden, self.slots, nb, self.final, not self.has_delta)
+
+
+def spec_for(variant: Variant, hidden: int) -> ConsumerSpec:
+    """Returns the spec of the image that serves `variant` for rows of `hidden` elements."""
+    return ConsumerSpec(
+        hidden=hidden,
+        nb=None if variant.stats else variant.key.nb,
+        has_delta=variant.key.has_delta,
+        final=variant.key.final,
+        slots=variant.slots,
+    )
+
+
+def parse_variant(name: str) -> Variant:
+    """Parses a variant name as written by `str(variant)`.
+
+    Raises:
+      UsageError: `name` is not a variant name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(
+            f"{name!r} is not a variant name; the form is nbN[-delta][-writeN][-final][-ringN][-aux][-stats], "
+            "e.g. 'nb8-delta-ring8-aux'"
+        )
+    nb, delta, write, final, slots, aux, stats = match.groups()
+    variant = Variant(
+        key=ConsumerKey(
+            nb=int(nb), has_delta=bool(delta), write=None if write is None else int(write), final=bool(final)
+        ),
+        slots=int(slots or 0),
+        aux=bool(aux),
+        stats=bool(stats),
+    )
+    if str(variant) != name:
+        raise UsageError(f"{name!r} is not a variant name: write {str(variant)!r}")
+    return variant
