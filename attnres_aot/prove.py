@@ -1,0 +1,103 @@
+"""Proving a compiled image: what its binary says against what was asked of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnres_aot.abi import Param
+from attnres_aot.arch import Arch
+from attnres_aot.cubin import read_cubin
+from attnres_aot.errors import BundleError, CompileError
+from attnres_aot.kernel_facts import KernelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """What a manifest takes from a proven binary."""
+
+    symbol: str
+    """Symbol of the image's one kernel."""
+    proven_arch: Arch
+    """The arch that the binary names."""
+    registers: int
+    """Registers per thread."""
+    stack_bytes: int
+    """Stack, bytes per thread."""
+    spill_bytes: int
+    """Bytes per thread that register spills store."""
+    smem_static_bytes: int
+    """Shared memory that the kernel declares, bytes per CTA."""
+
+
+def prove_image(
+    cubin: bytes, *, arch: Arch, params: tuple[Param, ...], block_threads: int, register_budget: int
+) -> ImageFacts:
+    """Checks that a binary is the image that was asked for.
+
+    Args:
+      cubin: The whole file.
+      arch: The target it must name, suffix included.
+      params: The parameter list its kernel must take.
+      block_threads: Threads per CTA, in x, that its kernel must fix.
+      register_budget: Most registers per thread.
+
+    Returns:
+      The facts of its only kernel.
+
+    Raises:
+      CompileError: it is not; every difference is listed with what was asked and what was found.
+    """
+    try:
+        facts = read_cubin(cubin)
+    except BundleError as error:
+        raise CompileError(f"the compiled image cannot be read: {error}") from error
+    problems = []
+    if facts.arch != arch:
+        problems.append(f"arch: asked {arch}, the binary names {facts.arch}")
+    if len(facts.kernels) != 1:
+        found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
+        problems.append(f"kernels: asked for exactly one, found {len(facts.kernels)}: {found:.400}")
+    else:
+        problems += launch_problems(facts.kernels[0], params=params, block_threads=block_threads)
+        problems += _resource_problems(facts.kernels[0], register_budget)
+    if problems:
+        raise CompileError("the compiled image is not what was asked for: " + "; ".join(problems))
+    kernel = facts.kernels[0]
+    return ImageFacts(
+        symbol=kernel.symbol,
+        proven_arch=facts.arch,
+        registers=kernel.registers,
+        stack_bytes=kernel.stack_bytes,
+        spill_bytes=kernel.spill_bytes,
+        smem_static_bytes=kernel.smem_static_bytes,
+    )
+
+
+def launch_problems(kernel: KernelFacts, *, params: tuple[Param, ...], block_threads: int) -> Iterator[str]:
+    """Yields the differences between a kernel and the launch that is prepared for it, one line each."""
+    asked = [(param.offset, param.size) for param in params]
+    found = [(param.offset, param.size) for param in kernel.params]
+    if len(asked) != len(found):
+        yield f"parameters: asked {len(asked)}, found {len(found)}"
+    for param, place in zip(params, found, strict=False):
+        if (param.offset, param.size) != place:
+            yield (
+                f"parameter {param.name!r}: asked {param.size} bytes at offset {param.offset}, "
+                f"found {place[1]} bytes at offset {place[0]}"
+            )
+    if kernel.block != (block_threads, 1, 1):
+        block = "none" if kernel.block is None else " x ".join(map(str, kernel.block))
+        yield f"threads per CTA: asked {block_threads} x 1 x 1, the binary fixes {block}"
+    if kernel.cluster is not None:
+        yield f"cluster: asked for one set by the launch, the binary fixes {' x '.join(map(str, kernel.cluster))}"
+
+
+def _resource_problems(kernel: KernelFacts, register_budget: int) -> Iterator[str]:
+    if kernel.registers > register_budget:
+        yield f"registers: {kernel.registers} per thread, the budget is {register_budget}"
+    if kernel.stack_bytes or kernel.spill_bytes or kernel.local_instructions:
+        yield (
+            f"local memory: {kernel.stack_bytes} bytes of stack, {kernel.spill_bytes} bytes of spills, "
+            f"{kernel.local_instructions} instructions that use it; allowed is none"
+        )
