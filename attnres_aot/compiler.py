@@ -1,0 +1,116 @@
+"""Compiling one consumer image with the CuTe DSL, in a process that was prepared for one arch.
+
+`prepare_environment` must run before the DSL is imported: it is configured by environment variables that are read
+at import. Only this module and `attnres_aot.kernels` import the DSL, and only inside functions here.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from attnres_aot.arch import Arch
+from attnres_aot.errors import CompileError
+from attnres_aot.variants import ConsumerSpec
+
+CONSUMER_THREADS = 128
+"""Threads per CTA of a consumer."""
+CONSUMER_VECTORS = 1
+"""16-byte vectors per thread of a consumer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledImage:
+    """One compiled image and the launch facts that its binary does not hold."""
+
+    cubin: bytes
+    """The ELF file."""
+    ptx: str
+    """The PTX that it was assembled from."""
+    block_threads: int
+    """Threads per CTA."""
+    smem_dynamic_bytes: int
+    """Shared memory that a launch must add, bytes per CTA."""
+    rows_per_cluster: int
+    """Rows that one cluster handles."""
+    pdl: bool
+    """The kernel may be launched with programmatic stream serialization."""
+    seconds: float
+    """Wall time of the compilation."""
+
+
+def prepare_environment(arch: Arch, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Readies an environment for compiling for `arch`: no DSL settings but the arch, and no visible GPU."""
+    for name in [name for name in environ if name.startswith("CUTE_DSL_")]:
+        del environ[name]
+    environ["CUTE_DSL_ARCH"] = str(arch)
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def launch_constants(spec: ConsumerSpec) -> dict[str, int]:
+    """The launch shape that an image of `spec` is compiled with; part of its build key."""
+    return {"cluster": spec.cluster, "threads": CONSUMER_THREADS, "vectors": CONSUMER_VECTORS, "rows_per_cluster": 1}
+
+
+def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
+    """Compiles the consumer for `spec`.
+
+    Raises:
+      CompileError: the process was prepared for another arch, or the DSL gave no cubin.
+    """
+    if os.environ.get("CUTE_DSL_ARCH") != str(arch):
+        raise CompileError(
+            f"this process compiles for {os.environ.get('CUTE_DSL_ARCH')!r}, asked for {str(arch)!r}: "
+            "call prepare_environment first, one arch per process"
+        )
+    import cutlass.cute as cute
+
+    from attnres_aot.kernels.consumer import Consumer
+
+    shape = launch_constants(spec)
+    kernel = Consumer(
+        hidden=spec.hidden,
+        nb=spec.nb,
+        has_delta=spec.has_delta,
+        final=spec.final,
+        slots=spec.slots,
+        cluster=shape["cluster"],
+        threads=shape["threads"],
+        vectors=shape["vectors"],
+    )
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="attnres-aot-") as folder:
+        options = f"--gpu-arch={arch} --keep-cubin --keep-ptx --dump-dir={folder}"
+        compiled = cute.compile(kernel, *_consumer_arguments(), options=options)
+        cubin, ptx = compiled.artifacts.CUBIN, compiled.artifacts.PTX
+    if not isinstance(cubin, bytes) or not cubin:
+        raise CompileError(f"{spec}: the compiler wrote no cubin for {arch}")
+    return CompiledImage(
+        cubin=cubin,
+        ptx=ptx,
+        block_threads=shape["threads"],
+        smem_dynamic_bytes=0,
+        rows_per_cluster=shape["rows_per_cluster"],
+        pdl=True,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _consumer_arguments() -> list[Any]:
+    """Placeholder arguments of the kinds in abi.CONSUMER_PARAMS, and a stream."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+    from attnres_aot.abi import CONSUMER_PARAMS
+
+    space = cutlass.cute.AddressSpace.gmem
+    make = {
+        "pointer": lambda: make_ptr(cutlass.BFloat16, 16, space, assumed_align=16),
+        "i32": lambda: cutlass.Int32(1),
+        "f32": lambda: cutlass.Float32(1.0),
+    }
+    return [*(make[param.kind]() for param in CONSUMER_PARAMS), make_fake_stream()]

@@ -1,0 +1,194 @@
+"""PTX instructions that the kernels need by name: 16-byte accesses, mailbox accesses, DSMEM exchange, bf16 packing.
+
+A vector is 16 bytes: four 32-bit words, each a pair of bf16 (low half = even element). Global addresses are Int64,
+shared-memory addresses Int32 (`shared::cta` window). Memory instructions are volatile to the compiler, so they stay
+in program order among themselves and around `griddepcontrol`.
+"""
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result, operands, text, constraints, *, volatile, loc, ip):
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=volatile,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _load_vec(opcode, address, loc, ip):
+    struct = llvm.StructType.get_literal([T.i32()] * 4)
+    words = _asm(
+        struct,
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        f"{opcode} {{$0, $1, $2, $3}}, [$4];",
+        "=r,=r,=r,=r,l",
+        volatile=True,
+        loc=loc,
+        ip=ip,
+    )
+    return tuple(Int32(llvm.extractvalue(T.i32(), words, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+def _store_vec(opcode, address, words, loc, ip):
+    operands = [Int64(address).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
+    _asm(None, operands, f"{opcode} [$0], {{$1, $2, $3, $4}};", "l,r,r,r,r", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def ld_vec_const(address, *, loc=None, ip=None):
+    """Loads a vector that nothing writes while the kernel runs."""
+    return _load_vec("ld.global.nc.v4.b32", address, loc, ip)
+
+
+@dsl_user_op
+def ld_vec(address, *, loc=None, ip=None):
+    """Loads a vector with ordinary (weak) semantics."""
+    return _load_vec("ld.global.v4.b32", address, loc, ip)
+
+
+@dsl_user_op
+def ld_vec_mailbox(address, *, loc=None, ip=None):
+    """Loads a vector that another GPU may be writing; every poll reaches memory."""
+    return _load_vec("ld.relaxed.sys.global.v4.b32", address, loc, ip)
+
+
+@dsl_user_op
+def st_vec(address, words, *, loc=None, ip=None):
+    """Stores a vector with ordinary (weak) semantics."""
+    _store_vec("st.global.v4.b32", address, words, loc, ip)
+
+
+@dsl_user_op
+def st_vec_mailbox(address, words, *, loc=None, ip=None):
+    """Stores a vector that another GPU may be polling."""
+    _store_vec("st.relaxed.sys.global.v4.b32", address, words, loc, ip)
+
+
+@dsl_user_op
+def ld_scalar_pair(address, *, loc=None, ip=None):
+    """Loads two consecutive fp32 from an 8-byte aligned global address."""
+    struct = llvm.StructType.get_literal([T.f32()] * 2)
+    pair = _asm(
+        struct,
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        "ld.global.v2.f32 {$0, $1}, [$2];",
+        "=f,=f,l",
+        volatile=True,
+        loc=loc,
+        ip=ip,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), pair, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+@dsl_user_op
+def pack_bf16(low, high, *, loc=None, ip=None):
+    """Rounds two fp32 to bf16 (nearest even) and packs them into one word."""
+    operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
+    return Int32(
+        _asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", volatile=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def bits_to_f32(word, *, loc=None, ip=None):
+    """Reinterprets 32 bits as fp32."""
+    return Float32(llvm.bitcast(T.f32(), Int32(word).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def rsqrt(x, *, loc=None, ip=None):
+    """Reciprocal square root, relative error below 2**-22, subnormals kept."""
+    return _unary("rsqrt.approx.f32", x, loc, ip)
+
+
+@dsl_user_op
+def exp2(x, *, loc=None, ip=None):
+    """Power of two, relative error below 2**-22, subnormal results kept."""
+    return _unary("ex2.approx.f32", x, loc, ip)
+
+
+@dsl_user_op
+def reciprocal(x, *, loc=None, ip=None):
+    """Reciprocal rounded to nearest."""
+    return _unary("rcp.rn.f32", x, loc, ip)
+
+
+@dsl_user_op
+def fmax(a, b, *, loc=None, ip=None):
+    """Maximum; a NaN loses."""
+    operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
+    return Float32(_asm(T.f32(), operands, "max.f32 $0, $1, $2;", "=f,f,f", volatile=False, loc=loc, ip=ip))
+
+
+def _unary(opcode, x, loc, ip):
+    operand = [Float32(x).ir_value(loc=loc, ip=ip)]
+    return Float32(_asm(T.f32(), operand, f"{opcode} $0, $1;", "=f,f", volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def mbarrier_expect(barrier, tx_bytes, *, loc=None, ip=None):
+    """Initialises a one-arrival mbarrier and makes its only arrival, which expects `tx_bytes` of st.async data."""
+    operands = [Int32(barrier).ir_value(loc=loc, ip=ip), Int32(tx_bytes).ir_value(loc=loc, ip=ip)]
+    text = (
+        "{ .reg .b64 state; mbarrier.init.shared::cta.b64 [$0], 1;"
+        " mbarrier.arrive.expect_tx.relaxed.cluster.shared::cta.b64 state, [$0], $1; }"
+    )
+    _asm(None, operands, text, "r,r", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mbarrier_wait(barrier, *, loc=None, ip=None):
+    """Waits until phase 0 of an mbarrier is complete; what st.async delivered to it is then visible."""
+    text = (
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;"
+        " @!done bra again; }"
+    )
+    _asm(None, [Int32(barrier).ir_value(loc=loc, ip=ip)], text, "r,~{memory}", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def st_async(address, barrier, rank, value, enabled, *, loc=None, ip=None):
+    """Where `enabled` is nonzero, stores one fp32 at `address` in the shared memory of CTA `rank` of the cluster.
+
+    `address` and `barrier` are this CTA's own addresses of the same variables; the store counts 4 bytes on the
+    destination's barrier.
+    """
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, rank)]
+    operands += [Float32(value).ir_value(loc=loc, ip=ip), Int32(enabled).ir_value(loc=loc, ip=ip)]
+    text = (
+        "{ .reg .pred on; .reg .b32 there, bar; setp.ne.s32 on, $4, 0;"
+        " mapa.shared::cluster.u32 there, $0, $2; mapa.shared::cluster.u32 bar, $1, $2;"
+        " @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $3, [bar]; }"
+    )
+    _asm(None, operands, text, "r,r,r,f,r", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def ld_shared(address, *, loc=None, ip=None):
+    """Loads one fp32 from this CTA's shared memory."""
+    operand = [Int32(address).ir_value(loc=loc, ip=ip)]
+    return Float32(_asm(T.f32(), operand, "ld.shared.f32 $0, [$1];", "=f,r", volatile=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def trap_with_record(fault, tag, row, slot, column, *, loc=None, ip=None):
+    """Writes {tag, row, slot, column} to `fault` (a host-visible address, 0 for none) and stops the kernel."""
+    operands = [Int64(fault).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in (tag, row, slot, column)]
+    text = (
+        "{ .reg .pred on; setp.ne.s64 on, $0, 0;"
+        " @on st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4}; @on fence.acq_rel.sys; trap; }"
+    )
+    _asm(None, operands, text, "l,r,r,r,r", volatile=True, loc=loc, ip=ip)
+
+
