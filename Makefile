@@ -1,0 +1,70 @@
+# Two commands to know: `make build` and `make test`. Needs Python 3.10+ with pip and venv, and g++; nothing else.
+# Each makes its own virtual environment on first use; later runs need no network.
+
+PYTHON ?= python3
+ARCH ?= sm_100
+BUILD_FLAGS ?=
+PYTEST_FLAGS ?=
+# For test-gpu: a python that has torch, and the bundle to check.
+GPU_PYTHON ?= python3
+BUNDLE ?=
+
+BUILD_VENV := .venv
+TEST_VENV := .venv-test
+BUILD_STAMP := $(BUILD_VENV)/.installed
+TEST_STAMP := $(TEST_VENV)/.installed
+INSTALLED_BY := pyproject.toml constraints.txt
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help build plan test check format test-gpu clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r name what; do printf '  %-14s %s\n' "$$name" "$$what"; done
+
+build: $(BUILD_STAMP) ## build a bundle: artifacts/kimi_k3-$(ARCH)/ (ARCH="sm_100 sm_90" for several)
+	$(BUILD_VENV)/bin/attnres-aot build $(addprefix --arch ,$(ARCH)) $(BUILD_FLAGS)
+
+plan: $(BUILD_STAMP) ## show what `make build` would build
+	$(BUILD_VENV)/bin/attnres-aot plan $(addprefix --arch ,$(ARCH))
+
+test: $(TEST_STAMP) ## run the unit tests; no GPU needed
+	$(TEST_VENV)/bin/python -m pytest tests/unit $(PYTEST_FLAGS)
+
+check: $(TEST_STAMP) ## everything that CI runs: format, lint, types, tests
+	$(TEST_VENV)/bin/ruff format --check .
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/mypy
+	$(MAKE) --no-print-directory test
+
+format: $(TEST_STAMP) ## format the code and fix what can be fixed
+	$(TEST_VENV)/bin/ruff format .
+	$(TEST_VENV)/bin/ruff check --fix .
+
+test-gpu: ## check every variant of BUNDLE on this machine's GPU with GPU_PYTHON (torch and pytest, no compiler)
+	ATTNRES_AOT_BUNDLE="$(BUNDLE)" $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_FLAGS)
+
+clean: ## remove virtual environments, caches and built bundles
+	rm -rf $(BUILD_VENV) $(TEST_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find artifacts -mindepth 1 -maxdepth 1 ! -name README.md -exec rm -rf {} +
+	find attnres_aot tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is touched last, so an interrupted install starts over; a change of pins installs again.
+$(BUILD_STAMP): $(INSTALLED_BY)
+	$(call make-venv,$(BUILD_VENV))
+	$(BUILD_VENV)/bin/python $(PIP_INSTALL) --editable '.[build]'
+	@touch $@
+
+$(TEST_STAMP): $(INSTALLED_BY)
+	$(call make-venv,$(TEST_VENV))
+	$(TEST_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+define make-venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "attnres-aot needs Python 3.10 or later, \
+	this is " + sys.version.split()[0] + "; choose another with: make PYTHON=python3.12 ...")'
+@echo "setting up $(1) (first run only)"
+@$(PYTHON) -m venv $(1)
+endef
