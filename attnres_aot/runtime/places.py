@@ -89,7 +89,7 @@ def search_order(path: str | os.PathLike[str] | None = None) -> Iterator[Place]:
 def place_at(label: str, path: str, *, binding: bool = False) -> Place:
     """Looks at `path`, a bundle or a folder of bundles, relative to the working directory."""
     try:
-        folder = os.path.abspath(path)
+        folder = Path(path).absolute()
     except OSError as error:
         return Place(label=label, binding=binding, note=f"the working directory is gone: {error.strerror}")
     note, candidates = _look_at(folder, "")
@@ -106,8 +106,8 @@ def installed_place() -> Place:
     for entry in entries:
         origin = f"entry point {entry.name!r}"
         try:
-            folder = os.path.abspath(_entry_point_folder(entry))
-        except Exception as error:  # an installed package may raise anything; the trace reports it
+            folder = Path(_entry_point_folder(entry)).absolute()
+        except Exception as error:  # noqa: BLE001 - an installed package may raise anything; the trace reports it
             notes.append(f"{origin} ({entry.value}) failed: {type(error).__name__}: {error}")
             continue
         note, found = _look_at(folder, origin)
@@ -136,36 +136,44 @@ def _entry_point_folder(entry: EntryPoint) -> str:
     return folder
 
 
-def _look_at(path: str, origin: str) -> tuple[str, tuple[Candidate, ...]]:
+def _look_at(path: Path, origin: str) -> tuple[str, tuple[Candidate, ...]]:
     """Returns a note and the candidates at an absolute path."""
-    if os.path.lexists(os.path.join(path, MANIFEST_NAME)):
+    if _has_manifest(path):
         return "", (look_at_bundle(path, origin),)
     try:
-        with os.scandir(path) as entries:
-            folders = sorted(entry.path for entry in entries if not entry.name.startswith("."))
-    except FileNotFoundError:
-        return f"{path} does not exist{_dangling(path)}", ()
-    except NotADirectoryError:
-        return f"{path} is a file; give the bundle's folder", ()
-    except OSError as error:
-        return f"{path} cannot be listed: {error.strerror}", ()
-    except ValueError as error:
-        return f"{path!r} is not a path: {error}", ()
-    folders = [folder for folder in folders if os.path.isdir(folder)]
-    bundles = tuple(
-        look_at_bundle(folder, origin) for folder in folders if os.path.lexists(os.path.join(folder, MANIFEST_NAME))
-    )
+        folders = sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and _is_folder(entry))
+    except (OSError, ValueError) as error:
+        return _unlisted(path, error), ()
+    bundles = tuple(look_at_bundle(folder, origin) for folder in folders if _has_manifest(folder))
     others = len(folders) - len(bundles)
     if not bundles:
-        return f"{path} has no {MANIFEST_NAME}, and neither has any of the {others} folders in it", ()
-    return (f"{others} of the folders in {path} have no {MANIFEST_NAME}" if others else ""), bundles
+        return f"{path} holds no bundle" + (
+            f" (none of its {others} folders has a {MANIFEST_NAME})" if others else ""
+        ), ()
+    return (f"{len(bundles)} of {len(folders)} folders in {path} are bundles" if others else ""), bundles
 
 
-def _dangling(path: str) -> str:
-    return f" (a symbolic link to {os.readlink(path)!r})" if os.path.islink(path) else ""
+def _unlisted(path: Path, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        link = f" (a symbolic link to {str(path.readlink())!r})" if path.is_symlink() else ""
+        return f"{path} does not exist{link}"
+    if isinstance(error, NotADirectoryError):
+        return f"{path} is a file; give the bundle's folder"
+    return f"{str(path)!r} cannot be listed: {getattr(error, 'strerror', None) or error}"
 
 
-def look_at_bundle(path: str, origin: str = "") -> Candidate:
+def _has_manifest(folder: Path) -> bool:
+    return os.path.lexists(folder / MANIFEST_NAME)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a loop of links, before Python 3.13
+        return False
+
+
+def look_at_bundle(path: Path, origin: str = "") -> Candidate:
     """Takes the first look at one bundle: schema, name and arch of its manifest, nothing else checked.
 
     Args:
@@ -174,7 +182,7 @@ def look_at_bundle(path: str, origin: str = "") -> Candidate:
     """
     real_path = os.path.realpath(path)
     try:
-        data = read_manifest_bytes(Path(path))
+        data = read_manifest_bytes(path)
         raw = json.loads(data)
     except BundleError as error:
         return _troubled(path, real_path, origin, str(error))
@@ -187,7 +195,7 @@ def look_at_bundle(path: str, origin: str = "") -> Candidate:
     name, arch = raw.get("name"), raw.get("arch")
     proven = arch.get("proven") if isinstance(arch, dict) else None
     return Candidate(
-        path=path,
+        path=str(path),
         real_path=real_path,
         origin=origin,
         schema=raw["schema"],
@@ -197,5 +205,5 @@ def look_at_bundle(path: str, origin: str = "") -> Candidate:
     )
 
 
-def _troubled(path: str, real_path: str, origin: str, trouble: str) -> Candidate:
-    return Candidate(path=path, real_path=real_path, origin=origin, trouble=trouble)
+def _troubled(path: Path, real_path: str, origin: str, trouble: str) -> Candidate:
+    return Candidate(path=str(path), real_path=real_path, origin=origin, trouble=trouble)

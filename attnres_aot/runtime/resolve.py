@@ -20,7 +20,7 @@ from typing import Literal
 from attnres_aot.arch import BUILDABLE, Arch, parse_arch
 from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.errors import BundleError, UsageError, did_you_mean
-from attnres_aot.manifest import SCHEMA
+from attnres_aot.manifest import SCHEMA, ImageRecord
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Candidate, Place, search_order
 
 Status = Literal["accepted", "fits", "refused"]
@@ -248,15 +248,18 @@ def _read(candidate: Candidate) -> Bundle:
         raise BundleError(
             f"the manifest changed during the search: {candidate.name!r} {candidate.arch} is now {name!r} {arch}"
         )
-    problems = []
-    for image in bundle.manifest.images:
-        try:
-            read_image(bundle, image)
-        except BundleError as error:
-            problems.append(str(error))
+    problems = [problem for image in bundle.manifest.images if (problem := _file_problem(bundle, image))]
     if problems:
         raise BundleError("\n".join(problems))
     return bundle
+
+
+def _file_problem(bundle: Bundle, image: ImageRecord) -> str:
+    try:
+        read_image(bundle, image)
+    except BundleError as error:
+        return str(error)
+    return ""
 
 
 def _refuse_chosen(resolution: Resolution, chosen: Candidate, reason: str) -> Resolution:

@@ -1,0 +1,104 @@
+"""Commands that run in a deployment image: dispatched with argparse, so that they need neither click nor a compiler.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; it is imported only when it is called. It
+prints through `args.echo(text)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+from attnres_aot._version import __version__
+from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
+
+DONE, FAILED, MISUSED = 0, 1, 2
+"""Exit statuses, the same as those of every other command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    module: str
+    """Module with `add_arguments` and `run`."""
+    help: str
+    """One line for help texts."""
+
+
+_MODULES = {
+    "doctor": _Command(
+        module="attnres_aot.runtime.doctor", help="Say whether bundles can be launched here, and how to fix it if not."
+    ),
+}
+
+COMMANDS: dict[str, str] = {name: command.help for name, command in _MODULES.items()}
+"""Name -> one-line help of every command here."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command and returns its exit status: 0 done, 1 failed, 2 misuse.
+
+    Args:
+      argv: the command's name and its arguments, without the program's name.
+    """
+    try:
+        status = _dispatch(argv)
+        sys.stdout.flush()
+    except (UsageError, ConfigError) as error:
+        return _fail(str(error), MISUSED)
+    except AttnResError as error:
+        return _fail(str(error), FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", FAILED)
+    except BrokenPipeError:  # the reader has gone; what is left in the buffer must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return status
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
+        raise UsageError(f"no command given; choose from {', '.join(COMMANDS)}")
+    name = argv[0]
+    if name in ("-h", "--help"):
+        print(_overview())
+        return DONE
+    if name == "--version":
+        print(f"attnres-aot {__version__}")
+        return DONE
+    if name not in _MODULES:
+        raise UsageError(f"no command {name!r}{did_you_mean(name, COMMANDS)}; choose from {', '.join(COMMANDS)}")
+    return _run(name, argv[1:])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    command = _MODULES[name]
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "attnres_aot":
+            raise
+        extra = "pip install 'attnres-aot[runtime]'"
+        return _fail(f"{name!r} needs the module {error.name!r}, which is not installed: {extra}", FAILED)
+    parser = argparse.ArgumentParser(prog=f"attnres-aot {name}", description=command.help, allow_abbrev=False)
+    module.add_arguments(parser)
+    try:
+        args = parser.parse_args(arguments)
+    except SystemExit as stop:  # argparse exits by itself after --help and after a mistake
+        return stop.code if isinstance(stop.code, int) else MISUSED
+    args.echo = print
+    status: int = module.run(args)
+    return status
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: attnres-aot COMMAND [ARGUMENTS]", "", "commands that need no build tools:", *lines])
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status
