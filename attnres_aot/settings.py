@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass
 
 from attnres_aot.manifest import canonical_json, to_json
-from attnres_aot.tables import BatchTable
+from attnres_aot.tables import EMPTY, BatchTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,9 @@ class Deployment:
     """Tensor-parallel size."""
     dcp: int
     """Decode-context-parallel size."""
-    attn_stats: BatchTable = BatchTable()
+    attn_stats: BatchTable = EMPTY
     """Rows -> 1 where precomputed statistics are used."""
-    attn_stats_blocks: BatchTable = BatchTable()
+    attn_stats_blocks: BatchTable = EMPTY
     """Saved blocks -> 1 where precomputed statistics are used."""
 
     @property

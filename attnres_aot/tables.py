@@ -13,6 +13,7 @@ Spaces around any part are ignored. Spans stay spans however long they are: noth
 from __future__ import annotations
 
 import heapq
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -66,13 +67,18 @@ class BatchTable:
         joined: list[Span] = []
         for piece in _pieces(self.spans):
             if joined and joined[-1].last + 1 == piece.first and joined[-1].value == piece.value:
-                piece = Span(first=joined.pop().first, last=piece.last, value=piece.value)
-            joined.append(piece)
+                joined.append(Span(first=joined.pop().first, last=piece.last, value=piece.value))
+            else:
+                joined.append(piece)
         return BatchTable(spans=tuple(joined))
 
     def switched_on(self) -> tuple[tuple[int, int], ...]:
         """Returns the disjoint ascending spans (first, last) of the numbers that map to 1, the value for "on"."""
         return tuple((span.first, span.last) for span in self.canonical().spans if span.value == 1)
+
+
+EMPTY = BatchTable()
+"""The table that holds nothing."""
 
 
 def parse_table(text: str) -> BatchTable:
@@ -147,7 +153,7 @@ def _pieces(spans: tuple[Span, ...]) -> list[Span]:
     active: list[int] = []  # negated indices: the smallest is the latest entry
     pieces = []
     upcoming = 0
-    for first, following in zip(edges, edges[1:], strict=False):
+    for first, following in itertools.pairwise(edges):
         while upcoming < len(starts) and spans[starts[upcoming]].first <= first:
             heapq.heappush(active, -starts[upcoming])
             upcoming += 1

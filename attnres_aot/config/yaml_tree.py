@@ -1,0 +1,163 @@
+"""YAML text to a tree of nodes that know their lines, with everything refused that a configuration has no use for.
+
+Only the parser's events are used: no value is interpreted and no tag constructed. Aliases, anchors, tags, several
+documents and deep nesting are refused as they appear, so no input makes this work long or much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import yaml
+
+from attnres_aot.config.problems import Problems
+
+MAX_BYTES = 256 * 1024
+"""Largest file that is read."""
+MAX_DEPTH = 16
+"""Deepest nesting that is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """A single value, uninterpreted."""
+
+    line: int
+    """Line of the file, from 1."""
+    text: str
+    """The text, without quotes."""
+    plain: bool
+    """Written without quotes."""
+    refused: bool = False
+    """Stands for something already reported (an alias); readers skip it silently."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """A list."""
+
+    line: int
+    """Line of its start, from 1."""
+    items: tuple[Node, ...]
+    """Its items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """A mapping, with duplicate keys kept."""
+
+    line: int
+    """Line of its start, from 1."""
+    entries: tuple[tuple[Node, Node], ...]
+    """Its (key, value) pairs in file order."""
+
+
+Node = Scalar | Sequence | Mapping
+
+
+def read_tree(data: bytes, problems: Problems) -> Node | None:
+    """Parses YAML; returns the document's root, or None when there is none that can be read on.
+
+    What is refused is added to `problems`.
+    """
+    text = _decode(data, problems)
+    if text is None or _has_tabs(text, problems):
+        return None
+    try:
+        root = _Composer(text, problems).compose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        about = ", ".join(filter(None, (error.context, error.problem)))
+        problems.add(mark.line + 1 if mark else 1, "", f"not YAML: {about}; mend the syntax here or just above")
+        return None
+    except yaml.YAMLError as error:
+        position = getattr(error, "position", 0)
+        line = text.count("\n", 0, position) + 1
+        problems.add(line, "", f"not YAML: {getattr(error, 'reason', error)}; remove the character")
+        return None
+    if root is None and not problems:
+        problems.add(1, "", "the file is empty; start from the shipped configs/kimi_k3.yaml")
+    return root
+
+
+def _decode(data: bytes, problems: Problems) -> str | None:
+    if len(data) > MAX_BYTES:
+        problems.add(1, "", f"the file is larger than {MAX_BYTES} bytes, the most that a configuration may have")
+        return None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problems.add(line, "", f"not UTF-8: byte {data[error.start]:#04x} at offset {error.start}; save it as UTF-8")
+        return None
+
+
+def _has_tabs(text: str, problems: Problems) -> bool:
+    lines = [
+        number
+        for number, line in enumerate(text.split("\n"), 1)
+        if "\t" in line[: len(line) - len(line.lstrip(" \t"))] and line.strip()
+    ]
+    for number in lines:
+        problems.add(number, "", "a tab in the indentation; YAML allows only spaces there, replace it")
+    return bool(lines)
+
+
+class _TooDeepError(Exception):
+    """Unwinds the composer."""
+
+
+class _Composer:
+    """Builds nodes from the parser's events."""
+
+    def __init__(self, text: str, problems: Problems) -> None:
+        self._events = iter(yaml.parse(text, Loader=yaml.SafeLoader))
+        self._problems = problems
+
+    def compose(self) -> Node | None:
+        root: Node | None = None
+        documents = 0
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    text = "a second document starts; one file holds one configuration"
+                    self._problems.add(_line(event), "", text)
+                    return root
+                try:
+                    root = self._node(next(self._events), 0)
+                except _TooDeepError:
+                    return None
+        return root
+
+    def _node(self, event: yaml.Event, depth: int) -> Node:
+        line = _line(event)
+        if isinstance(event, yaml.AliasEvent):
+            self._problems.add(line, "", f"alias *{event.anchor}: aliases are not allowed; write the value out")
+            return Scalar(line=line, text="", plain=True, refused=True)
+        if depth > MAX_DEPTH:
+            self._problems.add(line, "", f"nested more than {MAX_DEPTH} deep; a configuration is at most 3 deep")
+            raise _TooDeepError
+        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            self._problems.add(line, "", f"anchor &{event.anchor}: anchors are not allowed; remove it")
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+            self._problems.add(line, "", f"tag {event.tag!r}: tags are not allowed; remove it")
+        if isinstance(event, yaml.ScalarEvent):
+            return Scalar(line=line, text=event.value, plain=event.style is None)
+        children = self._children(depth)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return Sequence(line=line, items=tuple(children))
+        return Mapping(line=line, entries=tuple(zip(children[::2], children[1::2], strict=True)))
+
+    def _children(self, depth: int) -> list[Node]:
+        children = []
+        for event in self._events:
+            if isinstance(event, yaml.CollectionEndEvent):
+                break
+            children.append(self._node(event, depth + 1))
+        return children
+
+
+def _line(event: yaml.Event) -> int:
+    """Returns the line of an event, from 1."""
+    return event.start_mark.line + 1 if event.start_mark else 1
