@@ -19,6 +19,7 @@ MAX_SECTIONS = 4096
 MAX_NAME_BYTES = 4096
 """Longest section or symbol name; a C++ or DSL symbol has some hundreds of bytes."""
 
+_EI_OSABI = 7
 _STT_FUNC = 2
 _SYMBOL = struct.Struct("<IBBHQQ")
 # What pyelftools raises on damaged headers, string tables and offsets.
@@ -96,7 +97,7 @@ def open_elf(data: bytes) -> ElfImage:
         raise BundleError("not a cubin: no symbol table")
     return ElfImage(
         flags=int(elf["e_flags"]),
-        os_abi=int(elf["e_ident"]["EI_OSABI"]),
+        os_abi=data[_EI_OSABI],
         sections=sections,
         symbols=_symbols(by_name[".symtab"].data, by_name[".strtab"].data),
     )
