@@ -1,0 +1,112 @@
+"""From proven images to a manifest: pure, and in an order that depends on names alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from attnres_aot.abi import CONSUMER_PARAMS, Param
+from attnres_aot.build.budgets import register_budget
+from attnres_aot.build.image import FinishedImage
+from attnres_aot.build.keys import BuildFacts, WantedImage
+from attnres_aot.bundle_writer import IMAGE_SUFFIX
+from attnres_aot.manifest import (
+    SCHEMA,
+    ArchRecord,
+    Choice,
+    ImageRecord,
+    MailboxRecord,
+    Manifest,
+    ModelRecord,
+    TableRecord,
+    VariantRecord,
+)
+from attnres_aot.plan import Plan, PlannedVariant
+from attnres_aot.prove import prove_image
+
+ABIS: dict[str, tuple[Param, ...]] = {"consumer": CONSUMER_PARAMS}
+"""Kernel -> its parameter list; a kernel's list goes by the kernel's name."""
+
+
+def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> ImageRecord:
+    """Proves an image from its binary and returns what the manifest says about it.
+
+    Raises:
+      CompileError: the binary is not what was asked for; says what was asked and what was found.
+    """
+    facts = prove_image(
+        image.cubin,
+        arch=plan.arch,
+        params=ABIS[wanted.kernel],
+        block_threads=image.block_threads,
+        register_budget=register_budget(wanted.kernel, wanted.spec),
+    )
+    return ImageRecord(
+        name=wanted.name,
+        kernel=wanted.kernel,
+        file=wanted.name + IMAGE_SUFFIX,
+        sha256=hashlib.sha256(image.cubin).hexdigest(),
+        size=len(image.cubin),
+        symbol=facts.symbol,
+        abi=wanted.kernel,
+        cluster=wanted.spec.cluster,
+        rows_per_cluster=image.rows_per_cluster,
+        block_threads=image.block_threads,
+        smem_static_bytes=facts.smem_static_bytes,
+        smem_dynamic_bytes=image.smem_dynamic_bytes,
+        pdl=image.pdl,
+        registers=facts.registers,
+        stack_bytes=facts.stack_bytes,
+        spill_bytes=facts.spill_bytes,
+        build_key=wanted.key,
+    )
+
+
+def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Manifest:
+    """Returns the manifest of a bundle of `images`, which are in the plan's order and all proven for its arch."""
+    config = plan.config
+    model, mailbox = config.model, config.mailbox
+    return Manifest(
+        schema=SCHEMA,
+        name=config.name,
+        arch=ArchRecord(requested=str(plan.arch), proven=str(plan.arch)),
+        config_sha256=config.digest,
+        sources_sha256=facts.sources_sha256,
+        toolchain=facts.recorded,
+        model=ModelRecord(
+            hidden=model.hidden_size,
+            layers=model.layers,
+            block_size=model.block_size,
+            leading_dense_layers=model.leading_dense_layers,
+        ),
+        mailbox=MailboxRecord(capacity=mailbox.capacity, slots=plan.slots),
+        tables=tuple(
+            TableRecord(
+                tp=deployment.tp,
+                dcp=deployment.dcp,
+                attn_stats=str(deployment.attn_stats),
+                attn_stats_blocks=str(deployment.attn_stats_blocks),
+            )
+            for deployment in plan.deployments
+        ),
+        abis={kernel: ABIS[kernel] for kernel in sorted({image.kernel for image in images})},
+        images=tuple(images),
+        variants=tuple(_variant_record(planned) for planned in plan.variants),
+    )
+
+
+def _variant_record(planned: PlannedVariant) -> VariantRecord:
+    variant = planned.variant
+    key = variant.key
+    return VariantRecord(
+        name=str(variant),
+        nb=key.nb,
+        has_delta=key.has_delta,
+        write=key.write,
+        final=key.final,
+        slots=variant.slots,
+        aux=variant.aux,
+        stats=variant.stats,
+        choices=(Choice(image=str(planned.spec), max_rows=None),),
+        deployments=planned.deployments,
+    )

@@ -1,0 +1,263 @@
+"""Building one bundle: taking stock, compiling what is missing, proving everything, replacing the bundle.
+
+An image is proven as soon as it is compiled and stored as soon as it is proven, so a build that is interrupted or
+fails loses at most the images in work. The bundle itself changes in one step at the end, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnres_aot.build.assemble import assemble, prove_record
+from attnres_aot.build.image import FinishedImage
+from attnres_aot.build.inventory import Inventory, Source, Step, steps, take_stock
+from attnres_aot.build.keys import BuildFacts, WantedImage, wanted_images
+from attnres_aot.build.pool import Job, JobFailure, Pool, PoolSettings
+from attnres_aot.build.progress import Progress
+from attnres_aot.build.report import BuildReport
+from attnres_aot.bundle import read_manifest_bytes
+from attnres_aot.bundle_writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
+from attnres_aot.errors import BundleError, CompileError
+from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, dump_manifest
+from attnres_aot.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest:
+    """What to build and how."""
+
+    plan: Plan
+    """What the bundle is to hold."""
+    out: Path
+    """Folder that holds the bundle."""
+    pool: PoolSettings
+    """How to compile."""
+    narrowed: bool = False
+    """The plan is a part of its configuration; it replaces no bundle that holds more, unless forced."""
+    force: bool = False
+    """Compile everything again."""
+    keep_going: bool = False
+    """After a failure, go on with the other images."""
+
+    @property
+    def path(self) -> Path:
+        """The bundle folder."""
+        return self.out / self.plan.bundle_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """What a build would do."""
+
+    steps: tuple[Step, ...]
+    """How each image would be come by."""
+    unchanged: bool
+    """The bundle is there already, to the last bit."""
+
+
+def preview(request: BuildRequest, facts: BuildFacts) -> Preview:
+    """Finds out what building would do; changes nothing.
+
+    Raises:
+      BundleError: the build would be refused.
+    """
+    check_replaceable(request.path)
+    inventory = take_stock(request.path)
+    _refuse_to_lose_variants(request, inventory)
+    decided = steps(wanted_images(request.plan, facts), inventory, facts, force=request.force)
+    return Preview(steps=decided, unchanged=_is_unchanged(request, facts, inventory, decided))
+
+
+def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> BuildReport:
+    """Builds the bundle, or finds that there is nothing to do.
+
+    Returns:
+      What was done. When images failed, the report lists them and the bundle is as it was before.
+
+    Raises:
+      BundleError: another build of the same bundle is running, or the target may not or cannot be replaced.
+      CompileError: the compiler cannot be started at all.
+    """
+    start = time.perf_counter()
+    if not has_leftovers(request.path):
+        seen = preview(request, facts)
+        if seen.unchanged:
+            return _unchanged_report(request, seen.steps, start)
+    with hold_target(request.path) as target, _scratch(request.path) as scratch:
+        seen = preview(request, facts)
+        if seen.unchanged:
+            take_stock(request.path).store.clear()
+            return _unchanged_report(request, seen.steps, start)
+        run = _Run(request, seen.steps, progress)
+        try:
+            run.prove_reused()
+            run.compile_missing(facts, scratch)
+        finally:
+            progress.end()
+        size = 0
+        if not run.failures:
+            manifest = assemble(request.plan, facts, run.records())
+            files = {record.file: run.images[record.name].cubin for record in manifest.images}
+            write_bundle(target, manifest, files)
+            run.store.clear()
+            size = _size_bytes(manifest)
+    return run.report(time.perf_counter() - start, size)
+
+
+class _Run:
+    """The images of one build as they become finished."""
+
+    def __init__(self, request: BuildRequest, decided: tuple[Step, ...], progress: Progress) -> None:
+        self.request, self.progress, self.steps = request, progress, decided
+        self.wanted: dict[str, WantedImage] = {step.wanted.name: step.wanted for step in decided}
+        self.images: dict[str, FinishedImage] = {}
+        self.proven: dict[str, ImageRecord] = {}
+        self.failures: list[JobFailure] = []
+        self.store = take_stock(request.path).store
+        self.compile_seconds = 0.0
+        self.pool_bytes = 0
+
+    def prove_reused(self) -> None:
+        """Proves the images that need no compiling."""
+        for step in self.steps:
+            if step.image is not None and self._may_go_on():
+                try:
+                    self._accept(step.wanted.name, step.image)
+                except CompileError as error:
+                    self.failed(JobFailure(name=step.wanted.name, reason=str(error)))
+
+    def compile_missing(self, facts: BuildFacts, scratch: Path) -> None:
+        """Compiles and proves the other images."""
+        request = self.request
+        jobs = [_job(step.wanted) for step in self.steps if step.image is None]
+        self.progress.begin(request.plan.bundle_name, len(jobs), len(self.steps) - len(jobs))
+        if not jobs or not self._may_go_on():
+            return
+        pool = Pool(facts.compiler, request.plan.arch, scratch, request.pool, self, keep_going=request.keep_going)
+        try:
+            pool.compile_all(jobs)
+        finally:
+            self.compile_seconds, self.pool_bytes = pool.compile_seconds, pool.peak_bytes
+
+    def started(self, name: str) -> None:
+        """The pool has handed an image to a worker."""
+        self.progress.started(name)
+
+    def finished(self, name: str, image: FinishedImage, seconds: float) -> None:
+        """The pool has compiled an image: proves and stores it.
+
+        Raises:
+          CompileError: the binary is not what was asked for.
+        """
+        self._accept(name, image)
+        self.store.put(image)
+        self.progress.finished(name, seconds)
+
+    def failed(self, failure: JobFailure) -> None:
+        """An image has failed for good."""
+        self.failures.append(failure)
+        self.progress.failed(failure)
+
+    def records(self) -> list[ImageRecord]:
+        """Returns the proven images in the plan's order."""
+        return [self.proven[step.wanted.name] for step in self.steps]
+
+    def report(self, wall_seconds: float, size_bytes: int) -> BuildReport:
+        """Returns what was done."""
+        own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        done = [step for step in self.steps if step.wanted.name in self.proven]
+        return BuildReport(
+            path=str(self.request.path),
+            arch=str(self.request.plan.arch),
+            status="failed" if self.failures else "built",
+            variants=len(self.request.plan.variants),
+            images=len(self.steps),
+            compiled=tuple(step.wanted.name for step in done if step.source is Source.COMPILER),
+            reused=tuple(step.wanted.name for step in done if step.source is not Source.COMPILER),
+            failures=tuple(sorted(self.failures, key=lambda failure: list(self.wanted).index(failure.name))),
+            jobs=self.request.pool.workers,
+            wall_seconds=wall_seconds,
+            compile_seconds=self.compile_seconds,
+            peak_memory_bytes=own_bytes + self.pool_bytes,
+            size_bytes=size_bytes,
+        )
+
+    def _accept(self, name: str, image: FinishedImage) -> None:
+        self.proven[name] = prove_record(self.wanted[name], image, self.request.plan)
+        self.images[name] = image
+
+    def _may_go_on(self) -> bool:
+        return self.request.keep_going or not self.failures
+
+
+def _job(wanted: WantedImage) -> Job:
+    return Job(name=wanted.name, kernel=wanted.kernel, key=wanted.key, spec=wanted.spec)
+
+
+def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory, decided: tuple[Step, ...]) -> bool:
+    """Tells whether the existing bundle is byte for byte what a build would write."""
+    bundle = inventory.bundle
+    if bundle is None or any(step.source is not Source.BUNDLE for step in decided):
+        return False
+    records = {record.name: record for record in bundle.manifest.images}
+    wanted = assemble(request.plan, facts, [records[step.wanted.name] for step in decided])
+    names = {MANIFEST_NAME, *(record.file for record in wanted.images)}
+    return (
+        read_manifest_bytes(request.path) == dump_manifest(wanted)
+        and {entry.name for entry in request.path.iterdir()} == names
+    )
+
+
+def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> None:
+    if not request.narrowed or request.force or inventory.bundle is None:
+        return
+    manifest = inventory.bundle.manifest
+    variants = {record.name for record in manifest.variants} - {str(item.variant) for item in request.plan.variants}
+    tables = {(table.tp, table.dcp) for table in manifest.tables} - {item.pair for item in request.plan.deployments}
+    if variants or tables:
+        lost = [f"{len(variants)} variants"] * bool(variants) + [f"(tp, dcp) {pair}" for pair in sorted(tables)]
+        raise BundleError(
+            f"this part of the plan would replace {str(request.path)!r} and lose {', '.join(lost)} that it holds; "
+            "write elsewhere with --out, or replace it with --force"
+        )
+
+
+def _unchanged_report(request: BuildRequest, decided: tuple[Step, ...], start: float) -> BuildReport:
+    names = tuple(step.wanted.name for step in decided)
+    size = sum(len(step.image.cubin) for step in decided if step.image) + len(read_manifest_bytes(request.path))
+    return BuildReport(
+        path=str(request.path),
+        arch=str(request.plan.arch),
+        status="unchanged",
+        variants=len(request.plan.variants),
+        images=len(names),
+        reused=names,
+        wall_seconds=time.perf_counter() - start,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        size_bytes=size,
+    )
+
+
+def _size_bytes(manifest: Manifest) -> int:
+    return sum(image.size for image in manifest.images) + len(dump_manifest(manifest))
+
+
+@contextlib.contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """Gives an empty folder for the workers, and leaves nothing but finished images in the work folder."""
+    work = work_folder(path)
+    scratch = work / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            work.rmdir()

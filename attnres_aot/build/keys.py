@@ -1,0 +1,99 @@
+"""Build keys: the identity that decides whether an image has to be compiled again.
+
+What a loader asks for (a variant name) is stable across rebuilds; a build key is not. It covers the spec, the arch,
+the launch constants, the sources (kernels and compile options), the toolchain and the manifest's schema number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from dataclasses import dataclass
+
+from attnres_aot._version import __version__
+from attnres_aot.arch import Arch
+from attnres_aot.build.sources import sources_digest
+from attnres_aot.build.toolchain import toolchain_versions
+from attnres_aot.manifest import SCHEMA, canonical_json, to_json
+from attnres_aot.plan import Plan
+from attnres_aot.variants import ConsumerSpec
+
+DEFAULT_COMPILER = "attnres_aot.compiler"
+"""Module that compiles images."""
+PACKAGE_COMPONENT = "attnres-aot"
+"""Name under which a manifest records this package's own version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFacts:
+    """What this machine and this package would compile with; gathered once, then passed on."""
+
+    toolchain: dict[str, str]
+    """Component -> version of the compiler."""
+    package_version: str
+    """Version of attnres-aot: recorded, but no part of a build key, as it changes no image."""
+    sources_sha256: str
+    """Digest of the sources that decide an image's bytes."""
+    compiler: str = DEFAULT_COMPILER
+    """Dotted name of the module that compiles images in the workers."""
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """The component versions that a manifest records: the compiler's and this package's."""
+        return {PACKAGE_COMPONENT: self.package_version, **self.toolchain}
+
+
+def gather_facts() -> BuildFacts:
+    """Reads the installed compiler's versions and the package's own sources.
+
+    Raises:
+      CompileError: the compiler is not installed.
+    """
+    return BuildFacts(toolchain=toolchain_versions(), package_version=__version__, sources_sha256=sources_digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedImage:
+    """An image that a plan needs, with its build identity."""
+
+    kernel: str
+    """Which kernel: `consumer`."""
+    spec: ConsumerSpec
+    """What to compile."""
+    launch: dict[str, int]
+    """Launch constants that it is compiled with."""
+    key: str
+    """Build key."""
+
+    @property
+    def name(self) -> str:
+        """Image name, unique within a bundle."""
+        return str(self.spec)
+
+
+def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
+    """Returns the images of a plan, in its order, with their build keys."""
+    constants = importlib.import_module(facts.compiler).launch_constants
+    wanted = []
+    for spec in plan.images:
+        launch = constants(spec)
+        key = build_key("consumer", spec, launch, plan.arch, facts)
+        wanted.append(WantedImage(kernel="consumer", spec=spec, launch=launch, key=key))
+    return tuple(wanted)
+
+
+def build_key(
+    kernel: str, spec: ConsumerSpec, launch: dict[str, int], arch: Arch, facts: BuildFacts, *, schema: int = SCHEMA
+) -> str:
+    """Returns the sha256 of everything that decides the bytes of the image of `spec` for `arch`."""
+    identity = {
+        "kernel": kernel,
+        "spec": to_json(spec),
+        "launch": launch,
+        "arch": str(arch),
+        "toolchain": facts.toolchain,
+        "sources": facts.sources_sha256,
+        "compiler": facts.compiler,
+        "schema": schema,
+    }
+    return hashlib.sha256(canonical_json(identity).encode("ascii")).hexdigest()

@@ -1,0 +1,139 @@
+"""How a build shows that it is getting on: a bar where a person watches, plain lines where a log does.
+
+Everything goes to standard error, so that standard output stays free for JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from attnres_aot.build.pool import JobFailure
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Progress(Protocol):
+    """Who shows a build's progress."""
+
+    def begin(self, bundle: str, to_compile: int, reused: int) -> None:
+        """The build of `bundle` has found out what it has to do."""
+
+    def started(self, image: str) -> None:
+        """An image is being compiled."""
+
+    def finished(self, image: str, seconds: float) -> None:
+        """An image has been compiled in `seconds`, and proven."""
+
+    def failed(self, failure: JobFailure) -> None:
+        """An image has failed for good."""
+
+    def end(self) -> None:
+        """The build is over, well or not; nothing moves any more."""
+
+
+class PlainProgress:
+    """One line per image."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Writes lines to `stream`."""
+        self._stream = stream
+        self._done = 0
+        self._total = 0
+
+    def begin(self, bundle: str, to_compile: int, reused: int) -> None:
+        """Says what there is to do."""
+        self._done, self._total = 0, to_compile
+        self._line(opening(bundle, to_compile, reused))
+
+    def started(self, image: str) -> None:
+        """Says nothing: a log has no use for it."""
+
+    def finished(self, image: str, seconds: float) -> None:
+        """Says which image is done."""
+        self._line(f"{self._count()} {image} {seconds:.2f} s")
+
+    def failed(self, failure: JobFailure) -> None:
+        """Says which image has failed and why."""
+        self._line(f"{self._count()} FAILED {failure}")
+
+    def end(self) -> None:
+        """Says nothing."""
+
+    def _count(self) -> str:
+        self._done += 1
+        width = len(str(self._total))
+        return f"[{self._done:>{width + 1}}/{self._total}]"
+
+    def _line(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class BarProgress:
+    """A progress bar with the images in work and the time left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Draws on the terminal `stream`."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._console = Console(file=stream, highlight=False)
+        self._bar = RichProgress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._at_work: list[str] = []
+
+    def begin(self, bundle: str, to_compile: int, reused: int) -> None:
+        """Shows the bar."""
+        self._console.print(opening(bundle, to_compile, reused), markup=False)
+        if to_compile:
+            self._task = self._bar.add_task("starting the compiler", total=to_compile)
+            self._bar.start()
+
+    def started(self, image: str) -> None:
+        """Shows the image among those in work."""
+        self._at_work.append(image)
+        self._update(advance=0)
+
+    def finished(self, image: str, seconds: float) -> None:
+        """Moves the bar on."""
+        del seconds
+        self._remove(image)
+
+    def failed(self, failure: JobFailure) -> None:
+        """Prints the failure above the bar."""
+        self._console.print(f"FAILED {failure}", markup=False, style="red")
+        self._remove(failure.name)
+
+    def end(self) -> None:
+        """Takes the bar away."""
+        self._bar.stop()
+
+    def _remove(self, image: str) -> None:
+        self._at_work = [name for name in self._at_work if name != image]
+        self._update(advance=1)
+
+    def _update(self, advance: int) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, advance=advance, description=", ".join(self._at_work))
+
+
+def opening(bundle: str, to_compile: int, reused: int) -> str:
+    """Says what a build has to do."""
+    return f"{bundle}: {to_compile} images to compile, {reused} reused"
+
+
+def choose_progress(stream: TextIO = sys.stderr) -> Progress:
+    """Returns the bar for a terminal, plain lines for anything else."""
+    return BarProgress(stream) if stream.isatty() else PlainProgress(stream)

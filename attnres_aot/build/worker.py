@@ -1,0 +1,106 @@
+"""The program of a worker process: compiles the images it is told to, one after another, and replies on a pipe.
+
+Run as `python -m attnres_aot.build.worker`. Jobs come in as JSON lines on standard input and replies go out as JSON
+lines on the descriptor `--reply`; what the compiler prints to standard output or error lands in the worker's log.
+
+    job     {"kernel": "consumer", "key": KEY, "spec": {...}}
+    replies {"event": "ready"} once, then for each job one of
+            {"event": "done", "image": BASE64, "seconds": S, "peak_bytes": N}
+            {"event": "failed", "reason": TEXT, "peak_bytes": N}
+
+The compiler module is named by `--compiler`. It offers `prepare_environment(arch)`, called once before anything else,
+and `compile_KERNEL_image(spec, arch)` for each kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from attnres_aot.arch import Arch, parse_buildable_arch
+from attnres_aot.build.image import FinishedImage, encode_image
+from attnres_aot.variants import ConsumerSpec
+
+SPECS: dict[str, Callable[..., ConsumerSpec]] = {"consumer": ConsumerSpec}
+"""Kernel -> class of its image specs."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves jobs until standard input ends."""
+    parser = argparse.ArgumentParser(prog="attnres_aot.build.worker")
+    parser.add_argument("--compiler", required=True)
+    parser.add_argument("--arch", required=True, type=parse_buildable_arch)
+    parser.add_argument("--reply", required=True, type=int)
+    parser.add_argument("--parent", required=True, type=int)
+    options = parser.parse_args(arguments)
+    if not _die_with(options.parent):
+        return 1
+    with os.fdopen(options.reply, "w", encoding="ascii") as reply:
+        compiler = importlib.import_module(options.compiler)
+        compiler.prepare_environment(options.arch)
+        _send(reply, {"event": "ready"})
+        for line in sys.stdin:
+            _send(reply, _serve(compiler, json.loads(line), options.arch))
+    return 0
+
+
+def _die_with(parent: int) -> bool:
+    """Asks the kernel to kill this process when its parent dies; False when that has happened already.
+
+    Without this a compiler that hangs would outlive a builder that was killed.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def _serve(compiler: Any, job: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    try:
+        image, seconds = _compile(compiler, job, arch)
+    except Exception as error:  # noqa: BLE001  # Whatever the compiler raises fails this job and must not end the others.
+        traceback.print_exc()
+        sys.stderr.flush()
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        return {"event": "failed", "reason": f"{type(error).__name__}: {first_line}", "peak_bytes": _peak_bytes()}
+    encoded = base64.b64encode(encode_image(image)).decode("ascii")
+    return {"event": "done", "image": encoded, "seconds": seconds, "peak_bytes": _peak_bytes()}
+
+
+def _compile(compiler: Any, job: dict[str, Any], arch: Arch) -> tuple[FinishedImage, float]:
+    spec = SPECS[job["kernel"]](**job["spec"])
+    compiled = getattr(compiler, f"compile_{job['kernel']}_image")(spec, arch)
+    image = FinishedImage(
+        key=job["key"],
+        cubin=compiled.cubin,
+        block_threads=compiled.block_threads,
+        smem_dynamic_bytes=compiled.smem_dynamic_bytes,
+        rows_per_cluster=compiled.rows_per_cluster,
+        pdl=compiled.pdl,
+    )
+    return image, float(compiled.seconds)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _send(reply: TextIO, message: dict[str, Any]) -> None:
+    reply.write(json.dumps(message) + "\n")
+    reply.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""What a well-formed manifest must also be: names that are safe and unique, references that resolve, sane numbers.
+
+`manifest.load_manifest` checks types only. These checks need nothing but the manifest, so readers run them on every
+bundle before they trust a file name or a launch fact in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from attnres_aot.abi import KIND_BYTES, Param
+from attnres_aot.arch import parse_arch
+from attnres_aot.errors import UsageError
+from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, VariantRecord, to_json
+from attnres_aot.variants import ConsumerKey, Variant
+
+MAX_NAME_CHARS = 128
+"""Longest file, image or bundle name."""
+MAX_IMAGE_BYTES = 64 << 20
+"""Largest image file that a reader accepts."""
+MAX_CLUSTER_CTAS = 16
+"""Largest cluster that any GPU launches."""
+MAX_BLOCK_THREADS = 1024
+"""Largest CTA that any GPU launches."""
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def name_problem(name: str) -> str | None:
+    """Says why `name` cannot name a file of a bundle, or None when it can.
+
+    A good name is one path component of letters, digits and `._+-` that does not start with a dot, so it can neither
+    leave the folder nor hide in it.
+    """
+    if len(name) > MAX_NAME_CHARS:
+        return f"{name[:40]!r}... is {len(name)} characters long; at most {MAX_NAME_CHARS} are allowed"
+    if _SAFE_NAME.fullmatch(name) is None:
+        return f"{name!r} is not a safe file name (letters, digits and ._+- only, no leading dot)"
+    return None
+
+
+def manifest_problems(manifest: Manifest) -> list[str]:
+    """Lists everything that makes a well-typed manifest unusable, in manifest order; empty when it is fine."""
+    problems = [*_arch_problems(manifest)]
+    if (problem := name_problem(manifest.name)) is not None:
+        problems.append(f"name: {problem}")
+    for name, params in manifest.abis.items():
+        problems.extend(f"abis.{name}: {problem}" for problem in _abi_problems(params))
+    for what, names in (
+        ("image name", (image.name for image in manifest.images)),
+        ("image file", (image.file for image in manifest.images)),
+        ("variant name", (variant.name for variant in manifest.variants)),
+        ("table", (f"tp {table.tp}, dcp {table.dcp}" for table in manifest.tables)),
+    ):
+        problems.extend(f"{what} {name!r} occurs more than once" for name in _repeated(names))
+    for image in manifest.images:
+        problems.extend(f"image {image.name!r:.80}: {problem}" for problem in _image_problems(image, manifest))
+    images = {image.name for image in manifest.images}
+    for variant in manifest.variants:
+        problems.extend(f"variant {variant.name!r:.80}: {problem}" for problem in _variant_problems(variant, images))
+    return problems
+
+
+def _arch_problems(manifest: Manifest) -> Iterator[str]:
+    with_problem = ((field, _arch_problem(name)) for field, name in to_json(manifest.arch).items())
+    yield from (f"arch.{field}: {problem}" for field, problem in with_problem if problem)
+
+
+def _arch_problem(name: str) -> str | None:
+    try:
+        parse_arch(name)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _abi_problems(params: tuple[Param, ...]) -> Iterator[str]:
+    end = 0
+    for param in params:
+        if param.kind not in KIND_BYTES:
+            yield f"{param.name!r}: kind {param.kind!r} is not one of {', '.join(KIND_BYTES)}"
+        elif param.size != KIND_BYTES[param.kind]:
+            yield f"{param.name!r}: a {param.kind} has {KIND_BYTES[param.kind]} bytes, not {param.size}"
+        elif param.offset < end or param.offset % param.size:
+            yield f"{param.name!r}: offset {param.offset} overlaps the parameter before it or is not aligned"
+        end = max(end, param.offset + param.size)
+    for name in _repeated(param.name for param in params):
+        yield f"parameter {name!r} occurs more than once"
+
+
+def _image_problems(image: ImageRecord, manifest: Manifest) -> Iterator[str]:
+    for field, name in (("name", image.name), ("file", image.file)):
+        if (problem := name_problem(name)) is not None:
+            yield f"{field} {problem}"
+    if image.file == MANIFEST_NAME:
+        yield f"file {image.file!r} is the manifest's own name"
+    for field, digest in (("sha256", image.sha256), ("build_key", image.build_key)):
+        if _DIGEST.fullmatch(digest) is None:
+            yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
+    if image.abi not in manifest.abis:
+        yield f"abi {image.abi!r} is not one of {', '.join(manifest.abis) or 'none'}"
+    for field, value, low, high in (
+        ("size", image.size, 1, MAX_IMAGE_BYTES),
+        ("cluster", image.cluster, 1, MAX_CLUSTER_CTAS),
+        ("rows_per_cluster", image.rows_per_cluster, 1, 1 << 16),
+        ("block_threads", image.block_threads, 1, MAX_BLOCK_THREADS),
+        ("smem_static_bytes", image.smem_static_bytes, 0, 1 << 20),
+        ("smem_dynamic_bytes", image.smem_dynamic_bytes, 0, 1 << 20),
+        ("registers", image.registers, 0, 255),
+        ("stack_bytes", image.stack_bytes, 0, 1 << 20),
+        ("spill_bytes", image.spill_bytes, 0, 1 << 20),
+    ):
+        if not low <= value <= high:
+            yield f"{field} is {value}; {low} to {high} is possible"
+
+
+def _variant_problems(variant: VariantRecord, images: set[str]) -> Iterator[str]:
+    if str(variant_of(variant)) != variant.name:
+        yield f"its fields describe {str(variant_of(variant))!r}"
+    for choice in variant.choices:
+        if choice.image not in images:
+            yield f"image {choice.image!r} is not in the bundle"
+    rows = [choice.max_rows for choice in variant.choices]
+    bounds = [bound for bound in rows if bound is not None]
+    if not rows or rows[-1] is not None or len(bounds) != len(rows) - 1 or bounds != sorted(set(bounds)):
+        yield f"its row limits {rows} are not ascending with an open end"
+
+
+def variant_of(record: VariantRecord) -> Variant:
+    """Returns the variant that a record's fields describe."""
+    key = ConsumerKey(nb=record.nb, has_delta=record.has_delta, write=record.write, final=record.final)
+    return Variant(key=key, slots=record.slots, aux=record.aux, stats=record.stats)
