@@ -88,6 +88,8 @@ def search_order(path: str | os.PathLike[str] | None = None) -> Iterator[Place]:
 
 def place_at(label: str, path: str, *, binding: bool = False) -> Place:
     """Looks at `path`, a bundle or a folder of bundles, relative to the working directory."""
+    if not path:
+        return Place(label=label, binding=binding, note="an empty path names no folder")
     try:
         folder = Path(path).absolute()
     except OSError as error:
@@ -141,7 +143,9 @@ def _look_at(path: Path, origin: str) -> tuple[str, tuple[Candidate, ...]]:
     if _has_manifest(path):
         return "", (look_at_bundle(path, origin),)
     try:
-        folders = sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and _is_folder(entry))
+        folders = sorted(
+            entry for entry in path.iterdir() if not entry.name.startswith((".", "__")) and _is_folder(entry)
+        )
     except (OSError, ValueError) as error:
         return _unlisted(path, error), ()
     bundles = tuple(look_at_bundle(folder, origin) for folder in folders if _has_manifest(folder))
