@@ -1,0 +1,113 @@
+"""The click group: finds each command's module when it is called, and maps errors to exit statuses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from attnres_aot import device_cli
+from attnres_aot._version import __version__
+from attnres_aot.cli import BUILDER_COMMANDS, INSTALL_BUILD, is_build_module
+from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
+
+DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when called, so that help needs none of their modules."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Lists builder commands, then the commands of a deployment image."""
+        return [*BUILDER_COMMANDS, *device_cli.COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one command."""
+        if cmd_name in device_cli.COMMANDS:
+            return _forwarding(cmd_name)
+        if cmd_name not in BUILDER_COMMANDS:
+            return None
+        try:
+            module = importlib.import_module(f"attnres_aot.cli.{cmd_name}_command")
+        except ModuleNotFoundError as error:
+            if not is_build_module(error):
+                raise
+            text = f"{cmd_name!r} needs the module {error.name!r}, which is not installed: {INSTALL_BUILD}"
+            raise UsageError(text) from error
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the called command; an unknown one lists the choices."""
+        name = args[0]
+        names = self.list_commands(ctx)
+        if name not in names and not name.startswith("-"):
+            raise UsageError(f"no command {name!r}{did_you_mean(name, names)}; choose from {', '.join(names)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands by where they run, without importing them."""
+        for title, commands in (
+            ("On a build machine", BUILDER_COMMANDS),
+            ("In a deployment image", device_cli.COMMANDS),
+        ):
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="attnres-aot", message="%(prog)s %(version)s")
+def group() -> None:
+    """Build AttnRes kernels ahead of time, on a machine with no GPU, and look after the bundles."""
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command and returns its exit status; messages go to stderr."""
+    try:
+        status = group.main(arguments, prog_name="attnres-aot", standalone_mode=False)
+        sys.stdout.flush()
+    except (UsageError, ConfigError) as error:
+        return _fail(str(error), MISUSED)
+    except AttnResError as error:
+        return _fail(str(error), FAILED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return MISUSED
+    except click.UsageError as error:
+        hint = f"; see: {error.ctx.command_path} --help" if error.ctx else ""
+        return _fail(error.format_message().removesuffix(".") + hint, MISUSED)
+    except click.ClickException as error:
+        return _fail(error.format_message(), FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted; run the same command again to go on", INTERRUPTED)
+    except BrokenPipeError:  # the reader has gone; what is left in the buffer must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return status if isinstance(status, int) else DONE
+
+
+def _forwarding(name: str) -> click.Command:
+    """Returns a command that hands its arguments, `--help` included, to the deployment commands."""
+
+    @click.command(
+        name,
+        help=device_cli.COMMANDS[name],
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def forward(arguments: tuple[str, ...]) -> int:
+        return device_cli.main([name, *arguments])
+
+    return forward
+
+
+def _fail(message: str, status: int) -> int:
+    lines = message.splitlines()
+    click.echo("\n  ".join(["error:", *lines]) if len(lines) > 1 else f"error: {message}", err=True)
+    return status

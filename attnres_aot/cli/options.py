@@ -1,0 +1,84 @@
+"""Options that several builder commands share, as decorators that pass parsed values.
+
+| decorator | parameter | value |
+|---|---|---|
+| `arch_option` | `archs` | `tuple[Arch, ...]`, at least one, without duplicates, in the order given |
+| `config_option` | `config_path` | `Path`, for `attnres_aot.config.load_config` |
+| `selection_options` | `selection` | `plan.Selection` |
+| `json_option` | `as_json` | `bool` |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attnres_aot.arch import Arch, choices, parse_buildable_arch
+from attnres_aot.config import DEFAULT_CONFIG
+from attnres_aot.errors import UsageError
+from attnres_aot.plan import Selection
+
+Function = Callable[..., Any]
+
+
+def _parse_archs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Arch, ...]:
+    """Splits at commas, parses every name and drops repetitions; reports all bad names together."""
+    names = [name.strip() for value in values for name in value.split(",")]
+    if not names:
+        raise UsageError(f"--arch is missing; choose one or more from {choices()}")
+    archs: dict[Arch, None] = {}
+    problems = []
+    for name in names:
+        try:
+            archs[parse_buildable_arch(name)] = None
+        except UsageError as error:
+            problems.append(f"--arch: {error}")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return tuple(archs)
+
+
+arch_option = click.option(
+    "--arch",
+    "archs",
+    multiple=True,
+    metavar="ARCH",
+    callback=_parse_archs,
+    help=f"GPU architecture; repeat it or separate by commas for several. One of {choices()}.",
+)
+"""`--arch`, required, several at once."""
+
+config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_CONFIG,
+    metavar="FILE",
+    help="Configuration to read; the shipped kimi_k3.yaml when left out.",
+)
+"""`--config`."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, and nothing else.")
+"""`--json`."""
+
+
+def selection_options(function: Function) -> Function:
+    """Adds `--tp`, `--dcp` and `--only`, and passes them on as one `selection`."""
+
+    @click.option("--tp", multiple=True, type=int, metavar="N", help="Keep deployments of this tensor-parallel size.")
+    @click.option("--dcp", multiple=True, type=int, metavar="N", help="Keep deployments of this DCP size.")
+    @click.option(
+        "--only",
+        multiple=True,
+        metavar="NAME",
+        help="Keep variants by name: a whole name, a pattern such as '*-ring8*', or a part of names. Repeatable.",
+    )
+    @functools.wraps(function)
+    def wrapped(*args: Any, tp: tuple[int, ...], dcp: tuple[int, ...], only: tuple[str, ...], **options: Any) -> Any:
+        return function(*args, selection=Selection(tp=tp, dcp=dcp, only=only), **options)
+
+    return wrapped

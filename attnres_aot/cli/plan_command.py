@@ -1,0 +1,124 @@
+"""`attnres-aot plan`: what a configuration needs, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from attnres_aot.arch import Arch
+from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
+from attnres_aot.cli.plan_rows import Row, Source, sources
+from attnres_aot.config import load_config
+from attnres_aot.manifest import to_json
+from attnres_aot.plan import Plan, Selection, plan
+
+_HEADER = ("where in the model", "nb", "consumer", "plain", "aux", "stats", "both", "images", "")
+_LEFT = 3  # columns of words; the rest are counts, but for the last
+
+
+@click.command("plan")
+@arch_option
+@config_option
+@selection_options
+@json_option
+def command(archs: tuple[Arch, ...], config_path: Path, selection: Selection, *, as_json: bool) -> None:
+    """Show which variants and images a configuration needs, and for which (tp, dcp)."""
+    config = load_config(config_path)
+    plans = [plan(config, arch, selection=selection) for arch in archs]
+    if as_json:
+        click.echo(json.dumps({"plans": [_as_json(each) for each in plans]}, indent=1))
+    else:
+        _show(plans)
+
+
+def _show(plans: list[Plan]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    first, config = plans[0], plans[0].config
+    counts = f"{_count(len(first.variants), 'variant')} served by {_count(len(first.images), 'image')}"
+    console.print(f"[bold]{config.name}[/]: {counts}, for each GPU architecture")
+    pairs = _pairs(tuple(each.pair for each in first.deployments))
+    console.print(
+        f"[dim]{_count(config.model.layers, 'layer')} of {config.model.hidden_size}, "
+        f"{_count(config.model.blocks, 'saved block')} (nb); (tp, dcp): {pairs}[/]\n"
+    )
+    grouped = sources(first)
+    widths = _widths([_cells(row, source) for source in grouped for row in source.rows])
+    console.print(f"[dim]{_line(_HEADER, widths)}[/]")
+    for source in grouped:
+        console.print(f"[bold]{_source_name(source.slots)}[/]: {_source_facts(source, first)}")
+        for row in source.rows:
+            console.print(_line(_cells(row, source), widths))
+    console.print()
+    for each in plans:
+        console.print(f"[bold]{each.bundle_name}[/]: for {each.arch.rule()}")
+
+
+def _source_name(slots: int) -> str:
+    return f"mailbox of {_count(slots, 'slot')}" if slots else "ordinary source"
+
+
+def _source_facts(source: Source, shown: Plan) -> str:
+    everyone = len(source.deployments) == len(shown.deployments)
+    users = "every (tp, dcp)" if everyone else _pairs(source.deployments)
+    return f"{_count(source.variants, 'variant')}, {_count(source.images, 'image')}, for {users}"
+
+
+def _cells(row: Row, source: Source) -> tuple[str, ...]:
+    counts = [str(count or "-") for count in (row.plain, row.aux, row.stats, row.aux_stats)]
+    note = "" if row.deployments == source.deployments else f"only {_pairs(row.deployments)}"
+    return (row.where, row.blocks, row.consumer, *counts, str(row.images), note)
+
+
+def _widths(lines: list[tuple[str, ...]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(_HEADER, *lines, strict=True)]
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    words = [cell.ljust(width) for cell, width in zip(cells[:_LEFT], widths, strict=False)]
+    counts = [cell.rjust(width) for cell, width in zip(cells[_LEFT:-1], widths[_LEFT:], strict=False)]
+    return "  ".join(["", *words, *counts, cells[-1]]).rstrip()
+
+
+def _pairs(pairs: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"({tp},{dcp})" for tp, dcp in pairs)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _as_json(shown: Plan) -> dict[str, Any]:
+    return {
+        "name": shown.config.name,
+        "arch": str(shown.arch),
+        "bundle": shown.bundle_name,
+        "config_sha256": shown.config.digest,
+        "deployments": [
+            {
+                "tp": each.tp,
+                "dcp": each.dcp,
+                "attn_stats": str(each.attn_stats),
+                "attn_stats_blocks": str(each.attn_stats_blocks),
+            }
+            for each in shown.deployments
+        ],
+        "counts": {"variants": len(shown.variants), "images": len(shown.images)},
+        "images": [{"name": str(spec), **to_json(spec)} for spec in shown.images],
+        "variants": [
+            {
+                "name": str(each.variant),
+                **to_json(each.variant.key),
+                "slots": each.variant.slots,
+                "aux": each.variant.aux,
+                "stats": each.variant.stats,
+                "image": str(each.spec),
+                "positions": [position.value for position in each.positions],
+                "deployments": to_json(each.deployments),
+            }
+            for each in shown.variants
+        ],
+    }
