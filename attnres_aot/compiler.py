@@ -22,6 +22,9 @@ CONSUMER_THREADS = 128
 CONSUMER_VECTORS = 1
 """16-byte vectors per thread of a consumer."""
 
+WIDE_SLOTS = 8
+"""Mailbox slots above which a consumer's fragments need more registers than six CTAs per SM leave a thread."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledImage:
@@ -53,7 +56,13 @@ def prepare_environment(arch: Arch, environ: MutableMapping[str, str] = os.envir
 
 def launch_constants(spec: ConsumerSpec) -> dict[str, int]:
     """The launch shape that an image of `spec` is compiled with; part of its build key."""
-    return {"cluster": spec.cluster, "threads": CONSUMER_THREADS, "vectors": CONSUMER_VECTORS, "rows_per_cluster": 1}
+    return {
+        "cluster": spec.cluster,
+        "threads": CONSUMER_THREADS,
+        "vectors": CONSUMER_VECTORS,
+        "min_ctas_per_sm": 4 if spec.slots > WIDE_SLOTS else 6,
+        "rows_per_cluster": 1,
+    }
 
 
 def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
@@ -81,6 +90,7 @@ def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
         cluster=shape["cluster"],
         threads=shape["threads"],
         vectors=shape["vectors"],
+        min_ctas_per_sm=shape["min_ctas_per_sm"],
     )
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="attnres-aot-") as folder:

@@ -65,7 +65,7 @@ roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well insi
 class Consumer:
     """Compiles to one image; the constructor's arguments are everything the code depends on."""
 
-    def __init__(self, hidden, nb, has_delta, final, slots, cluster, threads, vectors):
+    def __init__(self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm):
         """Fixes the code's constants.
 
         Args:
@@ -77,11 +77,13 @@ class Consumer:
           cluster: CTAs per row, at most 8.
           threads: threads per CTA, a multiple of 32.
           vectors: 16-byte vectors per thread.
+          min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
         """
         self.stats = nb is None
         self.nb = 0 if nb is None else nb
         self.has_delta, self.final, self.slots = has_delta, final, slots
         self.cluster, self.threads, self.vectors = cluster, threads, vectors
+        self.min_ctas_per_sm = min_ctas_per_sm
         self.warps = threads // WARP
         self.senders = cluster * self.warps
         self.inv_hidden = 1.0 / hidden
@@ -149,6 +151,8 @@ class Consumer:
             cluster=(self.cluster, 1, 1),
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=self.min_ctas_per_sm,
+            preferred_smem_carveout=0,  # unused by our launches; unset, the DSL would ask a driver for it
         )
 
     @cute.kernel
@@ -270,7 +274,7 @@ class Consumer:
         mean = [Float32(0.0)] * len(w)
         for s, vecs in enumerate(vb):
             p = cute.arch.shuffle_sync(share, s)
-            v = [element for vec in vecs for element in _unpack(vec)]
+            v = [element for vec in vecs for element in _unpack([ptx.launder(word) for word in vec])]
             mean = [total + p * element for total, element in zip(mean, v, strict=True)]
         return m, l, mean
 
@@ -291,23 +295,20 @@ class Consumer:
         if not self.slots:
             return [ptx.ld_vec(address) for address in addresses]
         step = Int64(slot_stride) * 16
-        at = [[address + step * slot for address in addresses] for slot in range(self.slots)]
-        frag = [[ptx.ld_vec_mailbox(address) for address in slot] for slot in at]
+        frags = [[ptx.ld_vec_mailbox(address + step * slot) for address in addresses] for slot in range(self.slots)]
+        step, totals = Int64(ptx.launder(slot_stride)) * 16, [None] * self.vectors
         for slot in range(self.slots):
-            for i in range(self.vectors):
-                frag[slot][i] = _poll(at[slot][i], frag[slot][i], fault, fault_tag, row, slot, cols[i], spin_budget)
-        for slot in range(self.slots):
-            for i in range(self.vectors):
-                ptx.st_vec_mailbox(at[slot][i], (Int32(ARMED),) * 4)
-        if self.slots == 1:
-            return frag[0]
-        taken = []
-        for i in range(self.vectors):
-            total = _unpack(frag[0][i])
-            for slot in range(1, self.slots):
-                total = [a + b for a, b in zip(total, _unpack(frag[slot][i]), strict=True)]
-            taken.append(_pack(total))
-        return taken
+            for i, address in enumerate(addresses):
+                at = address + step * slot
+                frag = _poll(at, frags[slot][i], fault, fault_tag, row, slot, cols[i], spin_budget)
+                ptx.st_vec_mailbox(at, (Int32(ARMED),) * 4)
+                if self.slots == 1:
+                    totals[i] = frag
+                elif slot == 0:
+                    totals[i] = _unpack(frag)
+                else:
+                    totals[i] = [a + b for a, b in zip(totals[i], _unpack(frag), strict=True)]
+        return totals if self.slots == 1 else [_pack(total) for total in totals]
 
     @cute.jit
     def _store_prefix(self, vx, prefix_at, blocks_at, has_block: Boolean, aux_at, has_aux: Boolean):

@@ -100,6 +100,14 @@ def pack_bf16(low, high, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def launder(word, *, loc=None, ip=None):
+    """Returns `word`; what was computed from it before is recomputed after, instead of held in registers."""
+    return Int32(
+        _asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", volatile=True, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def bits_to_f32(word, *, loc=None, ip=None):
     """Reinterprets 32 bits as fp32."""
     return Float32(llvm.bitcast(T.f32(), Int32(word).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
