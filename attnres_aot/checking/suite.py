@@ -1,0 +1,183 @@
+"""Running cases: every variant asked for, through a consumer, into results that survive a failing kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attnres_aot.checking.arena import Views
+from attnres_aot.checking.cases import Banks, Case, cases_for, prepare
+from attnres_aot.checking.check import Verdict, judge, ulp_limit
+from attnres_aot.errors import AttnResError, DriverError
+from attnres_aot.manifest import Manifest
+from attnres_aot.variants import Variant, parse_variant
+
+LAUNCH_SECONDS = 20.0
+"""Longest time that one launch may take; a ring kernel that waits for a row that never comes takes for ever."""
+MAX_PROBLEMS = 12
+"""Problems kept per variant."""
+
+
+class Consumer(Protocol):
+    """Whatever launches a case: the loader on a GPU, or a simulation."""
+
+    def launch(self, case: Case, views: Views) -> None:
+        """Launches `case` on the current stream; the inputs are in `views`, and so must be the results."""
+
+
+class DeviceLostError(DriverError):
+    """The GPU can run nothing more in this process; later variants cannot be checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResult:
+    """What was found out about one variant."""
+
+    variant: Variant
+    """Which consumer."""
+    cases: int
+    """Launches checked."""
+    elements: int
+    """Output elements compared."""
+    worst_ulp: int
+    """Largest distance of a well-conditioned output element from the rounded fp64 result."""
+    ulp_limit: int
+    """What the contract allows."""
+    relative_error: float
+    """Largest relative error of a case over its typical rows."""
+    ill_conditioned: int
+    """Output elements over the limit, but within what fp32 arithmetic can reach."""
+    problems: tuple[str, ...]
+    """What is wrong, each with its case; empty when everything is right."""
+
+
+def check_variant(
+    variant: Variant, consumer: Consumer, banks: Banks, row_counts: Sequence[int], salt: int = 0
+) -> VariantResult:
+    """Checks one variant on all its cases.
+
+    Raises:
+      DeviceLostError: a launch hung or broke the device.
+    """
+    verdicts: list[Verdict] = []
+    problems: list[str] = []
+    for case in cases_for(variant, row_counts, salt):
+        try:
+            verdict = check_case(case, consumer, banks)
+        except DeviceLostError:
+            raise
+        except AttnResError as error:
+            problems.append(f"{case}: {type(error).__name__}: {error}")
+            continue
+        verdicts.append(verdict)
+        problems += [f"{case}: {problem}" for problem in verdict.problems]
+    hidden = max(0, len(problems) - MAX_PROBLEMS)
+    return VariantResult(
+        variant=variant,
+        cases=len(verdicts),
+        elements=sum(verdict.elements for verdict in verdicts),
+        worst_ulp=max((verdict.worst_ulp for verdict in verdicts), default=0),
+        ulp_limit=ulp_limit(variant),
+        relative_error=max((verdict.relative_error or 0.0 for verdict in verdicts), default=0.0),
+        ill_conditioned=sum(verdict.ill_conditioned for verdict in verdicts),
+        problems=(*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden else [])),
+    )
+
+
+def check_case(case: Case, consumer: Consumer, banks: Banks) -> Verdict:
+    """Prepares, launches and judges one case.
+
+    Raises:
+      DeviceLostError: the launch hung or broke the device.
+    """
+    try:
+        prepared = prepare(case, banks)
+        consumer.launch(case, prepared.arena.views)
+        wait(banks.device, str(case))
+        return judge(prepared)
+    except AttnResError:
+        raise
+    except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
+        raise DeviceLostError(f"{case}: the device failed: {error}") from error
+
+
+def check_variants(
+    variants: Iterable[Variant],
+    consumer: Consumer,
+    banks: Banks,
+    row_counts: Sequence[int],
+    finished: Callable[[VariantResult], None] = lambda _: None,
+) -> Iterator[VariantResult]:
+    """Checks variants one after another; a lost device ends the run with a result that says so.
+
+    Args:
+      variants: which consumers.
+      consumer: what launches them.
+      banks: input values.
+      row_counts: row counts of the cases.
+      finished: called after each variant, for progress.
+    """
+    for salt, variant in enumerate(variants):
+        try:
+            result = check_variant(variant, consumer, banks, row_counts, salt)
+        except DeviceLostError as error:
+            yield lost(variant, error)
+            return
+        finished(result)
+        yield result
+
+
+def lost(variant: Variant, error: DeviceLostError) -> VariantResult:
+    """Returns the result of a variant whose launch lost the device."""
+    return VariantResult(
+        variant=variant,
+        cases=0,
+        elements=0,
+        worst_ulp=0,
+        ulp_limit=ulp_limit(variant),
+        relative_error=0.0,
+        ill_conditioned=0,
+        problems=(f"{error}; nothing after it can be checked in this process",),
+    )
+
+
+def wait(device: torch.device, what: str, seconds: float = LAUNCH_SECONDS) -> None:
+    """Waits for the device's current stream, but not for ever.
+
+    Raises:
+      DeviceLostError: the stream did not come to its end within `seconds`.
+    """
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + seconds
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            raise DeviceLostError(f"{what}: the launch did not finish within {seconds:g} s")
+
+
+def bundle_variants(manifest: Manifest) -> list[Variant]:
+    """Lists every variant of a bundle, in the manifest's order."""
+    return [parse_variant(record.name) for record in manifest.variants]
+
+
+def image_variants(manifest: Manifest) -> list[Variant]:
+    """Picks variants that together reach every image of a bundle: for each, those with the most outputs."""
+
+    def outputs(name: str) -> tuple[bool, bool]:
+        variant = parse_variant(name)
+        return (variant.aux, variant.key.write is not None)
+
+    chosen: dict[str, str] = {}
+    for record in manifest.variants:
+        for choice in record.choices:
+            best = chosen.get(choice.image)
+            if best is None or outputs(record.name) > outputs(best):
+                chosen[choice.image] = record.name
+    wanted = set(chosen.values())
+    return [variant for variant in bundle_variants(manifest) if str(variant) in wanted]
