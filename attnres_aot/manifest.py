@@ -238,7 +238,7 @@ def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _decode(cls: type[_T], raw: dict[str, Any], where: str) -> _T:
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy does not see that a class is hashable
     if len(raw) != len(hints) or any(name not in raw for name, _ in hints):
         known = {name for name, _ in hints}
         missing, unknown = sorted(known - raw.keys()), sorted(raw.keys() - known)

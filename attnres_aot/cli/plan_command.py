@@ -52,7 +52,8 @@ def _show(plans: list[Plan]) -> None:
         console.print(f"[bold]{_source_name(source.slots)}[/]: {_source_facts(source, first)}")
         for row in source.rows:
             console.print(_line(_cells(row, source), widths))
-    console.print()
+    console.print("\n[dim]Rows of a source share images: the written block, the aux copy and the[/]")
+    console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]\n")
     for each in plans:
         console.print(f"[bold]{each.bundle_name}[/]: for {each.arch.rule()}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attnres_aot.plan import Plan, PlannedVariant, Position
 
-_SHORT = {
+_SHORT: dict[tuple[Position, ...], str] = {
     (Position.BEFORE_ATTENTION, Position.BEFORE_MLP): "before attn, MLP",
 }
 
