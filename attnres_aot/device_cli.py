@@ -1,6 +1,7 @@
 """Commands that run in a deployment image: dispatched with argparse, so that they need neither click nor a compiler.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`; it is imported only when it is called. It
+The package's entry, `attnres_aot.cli`, forwards these commands here and answers `--help` and `--version` itself. A
+command is a module with `add_arguments(parser)` and `run(args) -> int`; it is imported only when it is called, and
 prints through `args.echo(text)`.
 """
 
@@ -12,11 +13,10 @@ import os
 import sys
 from dataclasses import dataclass
 
-from attnres_aot._version import __version__
 from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
 
-DONE, FAILED, MISUSED = 0, 1, 2
-"""Exit statuses, the same as those of every other command."""
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+"""Exit statuses other than 0, the same as those of every other command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ COMMANDS: dict[str, str] = {name: command.help for name, command in _MODULES.ite
 
 
 def main(argv: list[str]) -> int:
-    """Runs one command and returns its exit status: 0 done, 1 failed, 2 misuse.
+    """Runs one command and returns its exit status: 0 done, 1 failed, 2 misuse, 130 interrupted.
 
     Args:
       argv: the command's name and its arguments, without the program's name.
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     except AttnResError as error:
         return _fail(str(error), FAILED)
     except KeyboardInterrupt:
-        return _fail("interrupted", FAILED)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader has gone; what is left in the buffer must not fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -62,12 +62,6 @@ def _dispatch(argv: list[str]) -> int:
     if not argv:
         raise UsageError(f"no command given; choose from {', '.join(COMMANDS)}")
     name = argv[0]
-    if name in ("-h", "--help"):
-        print(_overview())
-        return DONE
-    if name == "--version":
-        print(f"attnres-aot {__version__}")
-        return DONE
     if name not in _MODULES:
         raise UsageError(f"no command {name!r}{did_you_mean(name, COMMANDS)}; choose from {', '.join(COMMANDS)}")
     return _run(name, argv[1:])
@@ -91,12 +85,6 @@ def _run(name: str, arguments: list[str]) -> int:
     args.echo = print
     status: int = module.run(args)
     return status
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: attnres-aot COMMAND [ARGUMENTS]", "", "commands that need no build tools:", *lines])
 
 
 def _fail(message: str, status: int) -> int:

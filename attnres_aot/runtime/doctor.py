@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.manifest import to_json
+from attnres_aot.runtime.driver import MIN_CUDA, MIN_DRIVER
 from attnres_aot.runtime.machine import Driver, Machine, Torch, gather_machine
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Place, search_order
-from attnres_aot.runtime.resolve import Request, Resolution, build_command, dotted, fitting_archs, locate, unusable
-
-MIN_CUDA = (12, 4)
-"""Oldest CUDA version whose driver has every function that the loader calls."""
-MIN_DRIVER = "550.54.14"
-"""The Linux driver release that came with MIN_CUDA."""
+from attnres_aot.runtime.resolve import Request, Resolution, dotted, fitting_archs, locate, unusable
 
 _FAILURE_FIXES = {
     "CUDA_ERROR_STUB_LIBRARY": "the library found is the toolkit's link-time stub: take its folder out of "
@@ -139,11 +136,11 @@ def _judge_bundles(resolutions: tuple[Resolution, ...]) -> Iterator[Finding]:
         chosen = resolution.chosen
         if chosen is None:
             yield _problem(resolution.problem, resolution.next_step)
-        elif not any(str(arch) == chosen.arch and arch.capability == capability for arch in fitting_archs(capability)):
+        elif parse_arch(chosen.arch).capability != capability:
             what = f"{chosen.path} for {chosen.arch} serves compute capability {dotted(capability)} by CUDA's rule"
-            exact = build_command(capability)
-            fix = "nothing needed; an exact bundle would be preferred"
-            yield Finding(severity="note", what=what, fix=f"{fix}: `{exact}`" if exact else fix)
+            exact = next((arch for arch in BUILDABLE if arch.capability == capability), None)
+            better = f"; an exact bundle would be preferred: `attnres-aot build --arch {exact}`" if exact else ""
+            yield Finding(severity="note", what=what, fix=f"nothing needed{better}")
 
 
 def _judge_build_packages(packages: dict[str, str | None]) -> Iterator[Finding]:

@@ -19,18 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from attnres_aot._version import __version__
+from attnres_aot.runtime.driver import FUNCTIONS, LIBRARY_NAME
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
 
-DRIVER_LIBRARY = "libcuda.so.1"
-"""The driver's library, as the dynamic linker finds it."""
-REQUIRED_FUNCTIONS = (
-    "cuLibraryLoadData",
-    "cuLibraryGetKernel",
-    "cuKernelGetFunction",
-    "cuKernelGetParamInfo",
-    "cuLaunchKernelEx",
-)
-"""Driver functions that launching needs; the newest, `cuKernelGetParamInfo`, came with CUDA 12.4."""
 BUILD_PACKAGES = ("nvidia-cutlass-dsl", "click", "pyyaml", "rich", "pyelftools")
 """Distributions that building needs and running does not."""
 ENVIRONMENT = (ENVIRONMENT_VARIABLE, "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
@@ -72,7 +63,7 @@ class Driver:
     cuda: tuple[int, int] | None = None
     """Newest CUDA version that it serves, (major, minor)."""
     missing: tuple[str, ...] = ()
-    """Functions of REQUIRED_FUNCTIONS that the library lacks."""
+    """Functions that the loader calls and the library lacks."""
     failure: str = ""
     """Name of the error with which a first call was refused, e.g. `CUDA_ERROR_NO_DEVICE`; empty when none was."""
     kernel_module: str | None = None
@@ -139,10 +130,10 @@ def gather_driver(load: Callable[[str], Any] = ctypes.CDLL, kernel_module_file: 
     """
     kernel_module = _kernel_module(kernel_module_file)
     try:
-        library = load(DRIVER_LIBRARY)
+        library = load(LIBRARY_NAME)
     except OSError as error:
         return Driver(load_error=str(error), kernel_module=kernel_module)
-    missing = tuple(name for name in REQUIRED_FUNCTIONS if not hasattr(library, name))
+    missing = tuple(name for name in FUNCTIONS if not hasattr(library, name))
     number = ctypes.c_int()
     cuda = None
     if library.cuDriverGetVersion(ctypes.byref(number)) == 0:

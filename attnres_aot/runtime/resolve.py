@@ -286,7 +286,10 @@ def _asked(request: Request) -> str:
 def _build_step(request: Request, trace: Sequence[Visit]) -> str:
     command = build_command(request.capability)
     if command is None:
-        devices = "; ".join(dict.fromkeys(arch.rule() for arch in BUILDABLE if not arch.suffix))
+        oldest = [
+            min(arch for arch in BUILDABLE if arch.major == major) for major in sorted({a.major for a in BUILDABLE})
+        ]
+        devices = "; ".join(arch.rule() for arch in oldest)
         return f"use another GPU: bundles can be built for {devices}."
     archs = " or ".join(map(str, fitting_archs(request.capability)))
     config = f" --config FILE (the file of {request.name!r})" if request.name is not None else ""
