@@ -30,6 +30,7 @@ _REGCOUNT, _CTA_PER_CLUSTER, _ANNOTATIONS = 0x2F, 0x3D, 0x55
 _FORMAT_SIZED = 4
 _SPILL_REFILL = 1  # annotation kind
 _LDL, _STL = 0x983, 0x387  # low 12 bits of an instruction
+_PREEXIT, _ACQBULK = 0x82D, 0x82E  # griddepcontrol.launch_dependents and .wait
 _ACCESS_BYTES = (1, 1, 2, 2, 4, 8, 16)
 
 
@@ -71,6 +72,10 @@ class KernelFacts:
     """Instructions that load or store local memory, spills included."""
     smem_static_bytes: int
     """Shared memory that the kernel declares, bytes per CTA, without the system's reserve."""
+    uses_smem: bool
+    """The kernel has shared memory at all, static or dynamic."""
+    pdl: bool
+    """The kernel releases its dependents or waits for what it depends on, as programmatic launches need."""
     instructions: int
     """SASS instructions, padding at the end included."""
 
@@ -145,6 +150,7 @@ def _kernel(elf: ElfImage, symbol: Symbol, totals: Mapping[int, int]) -> KernelF
         else:
             values[attribute] = value
     base, param_bytes = _param_block(values)
+    shared = elf.find(f".nv.shared.{symbol.name}")
     limit = _extent(values, _MAX_THREADS)
     return KernelFacts(
         symbol=symbol.name,
@@ -157,8 +163,10 @@ def _kernel(elf: ElfImage, symbol: Symbol, totals: Mapping[int, int]) -> KernelF
         registers=totals[_REGCOUNT],
         stack_bytes=max(totals[_FRAME_SIZE], totals.get(_MIN_STACK_SIZE, 0)),
         spill_bytes=_spill_bytes(text.data, values.get(_ANNOTATIONS, b"")),
-        local_instructions=_local_instructions(text.data),
-        smem_static_bytes=_smem_bytes(elf.find(f".nv.shared.{symbol.name}")),
+        local_instructions=_count(text.data, (_LDL, _STL)),
+        smem_static_bytes=_smem_bytes(shared),
+        uses_smem=shared is not None and shared.size > 0,
+        pdl=_count(text.data, (_PREEXIT, _ACQBULK)) > 0,
         instructions=len(text.data) // INSTRUCTION_BYTES,
     )
 
@@ -205,9 +213,9 @@ def _spill_bytes(code: bytes, annotations: bytes) -> int:
     return total
 
 
-def _local_instructions(code: bytes) -> int:
-    opcodes = (code[i] | code[i + 1] << 8 for i in range(0, len(code) - 1, INSTRUCTION_BYTES))
-    return sum(opcode & 0xFFF in (_LDL, _STL) for opcode in opcodes)
+def _count(code: bytes, opcodes: tuple[int, ...]) -> int:
+    words = (code[i] | code[i + 1] << 8 for i in range(0, len(code) - 1, INSTRUCTION_BYTES))
+    return sum(word & 0xFFF in opcodes for word in words)
 
 
 def _smem_bytes(section: Section | None) -> int:

@@ -1,0 +1,138 @@
+"""`attnres-aot inspect`: what a bundle holds, one variant or image in full, and the code of an image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attnres_aot.arch import parse_arch
+from attnres_aot.bundle import Bundle, read_bundle, read_image
+from attnres_aot.cli.bundle_argument import bundles_at
+from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_variant
+from attnres_aot.cli.options import json_option
+from attnres_aot.cubin import read_cubin
+from attnres_aot.disassembler import disassemble, find_disassembler
+from attnres_aot.errors import UsageError, VariantMissError
+from attnres_aot.manifest import ImageRecord, VariantRecord, to_json
+
+
+@click.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path), metavar="BUNDLE")
+@click.option("--variant", "variant_name", metavar="NAME", help="Show one variant in full, with its images.")
+@click.option("--image", "image_name", metavar="NAME", help="Show one image in full, with what its binary says.")
+@click.option("--sass", is_flag=True, help="Add the disassembled code; with --variant or --image.")
+@json_option
+def command(path: Path, *, variant_name: str | None, image_name: str | None, sass: bool, as_json: bool) -> None:
+    """Show what a bundle holds and for which GPUs it is.
+
+    BUNDLE is a bundle folder, or a folder of bundles, which are then listed.
+    """
+    if variant_name is not None and image_name is not None:
+        raise UsageError("--variant and --image exclude each other; choose one")
+    if sass and variant_name is None and image_name is None:
+        raise UsageError("--sass shows the code of one image: add --image NAME or --variant NAME")
+    found = bundles_at(path)
+    if variant_name is None and image_name is None:
+        _whole([read_bundle(each) for each in found], as_json=as_json, listed=found != (path,))
+        return
+    if len(found) > 1:
+        raise UsageError(f"{str(path)!r} holds several bundles; choose one of {', '.join(each.name for each in found)}")
+    bundle = read_bundle(found[0])
+    variant = None if variant_name is None else _variant(bundle, variant_name)
+    names = [choice.image for choice in variant.choices] if variant else [str(image_name)]
+    views = [_view(bundle, _image(bundle, name), sass=sass) for name in names]
+    if as_json:
+        click.echo(json.dumps(_part_as_json(bundle, variant, views), indent=1))
+        return
+    if variant is not None:
+        show_variant(bundle, variant)
+    for view in views:
+        show_image(view)
+
+
+def _whole(bundles: list[Bundle], *, as_json: bool, listed: bool) -> None:
+    if as_json:
+        data = [_as_json(bundle) for bundle in bundles]
+        click.echo(json.dumps({"bundles": data} if listed else data[0], indent=1))
+    elif listed:
+        show_bundles(bundles)
+    else:
+        show_bundle(bundles[0])
+
+
+def _variant(bundle: Bundle, name: str) -> VariantRecord:
+    for variant in bundle.manifest.variants:
+        if variant.name == name:
+            return variant
+    raise VariantMissError(_miss(bundle, "variant", name, [variant.name for variant in bundle.manifest.variants]))
+
+
+def _image(bundle: Bundle, name: str) -> ImageRecord:
+    for image in bundle.manifest.images:
+        if image.name == name:
+            return image
+    raise VariantMissError(_miss(bundle, "image", name, [image.name for image in bundle.manifest.images]))
+
+
+def _miss(bundle: Bundle, what: str, name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    near = get_close_matches(name, known, n=5, cutoff=0.3) or known[:5]
+    return (
+        f"no {what} {name!r:.140} among the {len(known)} of {bundle.path}; nearest: {', '.join(near) or 'none'}. "
+        f"'attnres-aot inspect {bundle.path} --json' lists every name"
+    )
+
+
+def _view(bundle: Bundle, image: ImageRecord, *, sass: bool) -> ImageView:
+    data = read_image(bundle, image)
+    return ImageView(
+        record=image,
+        params=bundle.manifest.abis[image.abi],
+        facts=read_cubin(data),
+        serves=tuple(_served_by(bundle, image)),
+        sass=disassemble(data, find_disassembler()) if sass else None,
+    )
+
+
+def _served_by(bundle: Bundle, image: ImageRecord) -> Iterable[str]:
+    for variant in bundle.manifest.variants:
+        if any(choice.image == image.name for choice in variant.choices):
+            yield variant.name
+
+
+def _as_json(bundle: Bundle) -> dict[str, Any]:
+    manifest = bundle.manifest
+    arch = parse_arch(manifest.arch.proven)
+    return {
+        "path": str(bundle.path),
+        "gpus": {"arch": str(arch), "rule": arch.rule()},
+        "counts": {
+            "images": len(manifest.images),
+            "variants": len(manifest.variants),
+            "bytes": sum(image.size for image in manifest.images),
+        },
+        "manifest": to_json(manifest),
+    }
+
+
+def _part_as_json(bundle: Bundle, variant: VariantRecord | None, views: Iterable[ImageView]) -> dict[str, Any]:
+    return {
+        "path": str(bundle.path),
+        "arch": to_json(bundle.manifest.arch),
+        **({"variant": to_json(variant)} if variant else {}),
+        "images": [
+            {
+                "record": to_json(view.record),
+                "params": to_json(view.params),
+                "binary": {**to_json(view.facts), "arch": str(view.facts.arch)},
+                "serves": list(view.serves),
+                **({} if view.sass is None else {"sass": view.sass}),
+            }
+            for view in views
+        ],
+    }

@@ -1,0 +1,66 @@
+"""`attnres-aot verify`: checks bundles against what their manifests promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from attnres_aot.arch import parse_arch
+from attnres_aot.cli.bundle_argument import bundles_at
+from attnres_aot.cli.options import json_option
+from attnres_aot.manifest import Manifest
+from attnres_aot.verify import VerifyReport, verify_bundle
+
+
+@click.command("verify")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="BUNDLE...")
+@json_option
+def command(paths: tuple[Path, ...], *, as_json: bool) -> int:
+    """Check the files and binaries of bundles against their manifests.
+
+    BUNDLE is a bundle folder, or a folder of bundles. Exits with 1 when a promise is broken.
+    """
+    bundles = dict.fromkeys(bundle for path in paths for bundle in bundles_at(path))
+    reports = [verify_bundle(bundle) for bundle in bundles]
+    if as_json:
+        click.echo(json.dumps({"bundles": [_as_json(report) for report in reports]}, indent=1))
+    else:
+        for report in reports:
+            _show(report)
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def _show(report: VerifyReport) -> None:
+    for problem in report.problems:
+        click.echo(f"{report.path}: {problem}")
+    for note in report.notes:
+        click.echo(f"{report.path}: note: {note}")
+    if report.problems:
+        number = len(report.problems)
+        click.echo(f"{report.path}: NOT OK: {number} problem{'' if number == 1 else 's'}; build the bundle again")
+    elif report.manifest is not None:
+        click.echo(f"{report.path}: OK: {_summary(report.manifest)}")
+
+
+def _summary(manifest: Manifest) -> str:
+    size = sum(image.size for image in manifest.images)
+    return (
+        f"{len(manifest.images)} images of {size} bytes in all, {len(manifest.variants)} variants, "
+        f"{manifest.arch.proven} (for {parse_arch(manifest.arch.proven).rule()})"
+    )
+
+
+def _as_json(report: VerifyReport) -> dict[str, Any]:
+    manifest = report.manifest
+    return {
+        "path": str(report.path),
+        "ok": report.ok,
+        "problems": list(report.problems),
+        "notes": list(report.notes),
+        "images": len(manifest.images) if manifest else None,
+        "variants": len(manifest.variants) if manifest else None,
+        "arch": manifest.arch.proven if manifest else None,
+    }
