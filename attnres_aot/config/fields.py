@@ -29,7 +29,7 @@ class Fields:
         first_lines: dict[str, int] = {}
         for key, value in node.entries:
             if not isinstance(key, Scalar):
-                problems.add(key.line, path, f"a {describe(key)} as a field name; allowed: {', '.join(allowed)}")
+                problems.add(key.line, path, f"found {describe(key)} as a field name; allowed: {', '.join(allowed)}")
             elif key.refused:
                 continue
             elif key.text not in allowed:

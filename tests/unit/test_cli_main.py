@@ -1,0 +1,184 @@
+"""The command line as a whole: help, lists of choices, exit statuses, and life without the build tools."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from attnres_aot import device_cli
+from attnres_aot._version import __version__
+from attnres_aot.cli import BUILDER_COMMANDS, main
+from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Misuse:
+    name: str
+    arguments: list[str]
+    says: str
+
+
+MISUSES = [
+    Misuse("missing_arch", ["plan"], "--arch is missing; choose one or more from sm_90, sm_90a, sm_100"),
+    Misuse(
+        "unknown_arch", ["plan", "--arch", "sm_110"], "no bundle can be built for 'sm_110' (did you mean 'sm_120'?)"
+    ),
+    Misuse("misspelt_arch", ["plan", "--arch", "sm100"], "(did you mean 'sm_100'?); choose from sm_90, sm_90a"),
+    Misuse("two_bad_archs", ["plan", "--arch", "sm_1,x"], "'x' is not a GPU architecture name"),
+    Misuse("empty_arch", ["plan", "--arch", ""], "'' is not a GPU architecture name"),
+    Misuse("unknown_command", ["plna"], "no command 'plna' (did you mean 'plan'?); choose from plan, build, verify"),
+    Misuse("unknown_option", ["plan", "--foo"], "--foo"),
+    Misuse("option_without_value", ["plan", "--arch"], "--arch"),
+    Misuse("text_for_number", ["plan", "--arch", "sm_100", "--tp", "x"], "'x' is not a valid integer"),
+    Misuse("extra_argument", ["plan", "--arch", "sm_100", "extra"], "extra"),
+    Misuse("no_such_config", ["plan", "--arch", "sm_100", "--config", "none.yaml"], "none.yaml: cannot be read"),
+    Misuse("no_such_variant", ["plan", "--arch", "sm_100", "--only", "nb9"], "'nb9' matches none of the 386"),
+]
+
+
+@pytest.mark.parametrize("case", MISUSES, ids=lambda case: case.name)
+def test_misuse_exits_with_2_and_says_why_on_stderr(case, capsys):
+    assert main(case.arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error:")
+    assert case.says in err
+
+
+def test_config_mistakes_are_listed_one_a_line(tmp_path, capsys):
+    path = tmp_path / "bad.yaml"
+    path.write_text("name: x\nmodle: 3\n")
+    assert main(["plan", "--arch", "sm_100", "--config", str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error:"
+    assert f"  {path}:2: 'modle': unknown field (did you mean 'model'?)" in lines[-1]
+    assert len(lines) == 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    raised: BaseException | int | None
+    status: int
+    says: str
+
+
+OUTCOMES = [
+    Outcome("done", None, 0, ""),
+    Outcome("own_status", 1, 1, ""),
+    Outcome("usage", UsageError("no such thing"), 2, "error: no such thing\n"),
+    Outcome("config", ConfigError(["f:1: a", "f:2: b"]), 2, "error:\n  f:1: a\n  f:2: b\n"),
+    Outcome("compile", CompileError("image x failed"), 1, "error: image x failed\n"),
+    Outcome("bundle", BundleError("damaged"), 1, "error: damaged\n"),
+    Outcome("interrupt", KeyboardInterrupt(), 130, "error: interrupted; run the same command again to go on\n"),
+    Outcome("click_file", click.FileError("f", "is locked"), 1, "error: Could not open file 'f': is locked\n"),
+]
+
+
+@pytest.mark.parametrize("case", OUTCOMES, ids=lambda case: case.name)
+def test_outcome_decides_the_status(case, capsys, monkeypatch):
+    @click.command()
+    def command():
+        if isinstance(case.raised, BaseException):
+            raise case.raised
+        return case.raised
+
+    group = sys.modules["attnres_aot.cli.main"].LazyGroup
+    monkeypatch.setattr(group, "get_command", lambda *_: command)
+    assert main(["plan"]) == case.status
+    assert capsys.readouterr().err.lstrip() == case.says
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_lists_every_command(option, capsys):
+    assert main([option]) == 0
+    out = capsys.readouterr().out
+    for name, text in {**BUILDER_COMMANDS, **device_cli.COMMANDS}.items():
+        assert f"  {name} " in out
+        assert text.split()[0] in out
+
+
+def test_no_command_is_misuse_and_shows_help(capsys):
+    assert main([]) == 2
+    assert "On a build machine" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"attnres-aot {__version__}\n"
+
+
+def test_deployment_commands_get_their_arguments_untouched(monkeypatch):
+    seen = []
+    monkeypatch.setattr(device_cli, "main", lambda argv: seen.append(argv) or 7)
+    assert main(["doctor", "--help", "--json", "x"]) == 7
+    assert sys.modules["attnres_aot.cli.main"].run(["doctor", "--help", "--json", "x"]) == 7
+    assert seen == [["doctor", "--help", "--json", "x"]] * 2
+
+
+def run_bare(*arguments):
+    """Runs the command line in an interpreter that cannot import click."""
+    program = "import sys; sys.modules['click'] = None; from attnres_aot.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("name", BUILDER_COMMANDS)
+def test_without_click_a_builder_command_says_what_to_install(name):
+    result = run_bare(name, "--arch", "sm_100")
+    assert (result.returncode, result.stdout) == (2, "")
+    text = f"error: {name!r} needs the build tools, which are not installed: pip install 'attnres-aot[build]'\n"
+    assert result.stderr == text
+
+
+def test_without_click_help_and_version_work():
+    result = run_bare("--help")
+    assert result.returncode == 0
+    assert "doctor" in result.stdout
+    assert "pip install 'attnres-aot[build]'" in result.stdout
+    assert run_bare("--version").stdout == f"attnres-aot {__version__}\n"
+
+
+def test_without_click_a_deployment_command_works():
+    result = run_bare("doctor", "--help")
+    assert result.returncode == 0
+    assert "usage: attnres-aot doctor" in result.stdout
+
+
+def test_without_click_an_unknown_command_is_misuse():
+    result = run_bare("doktor")
+    assert result.returncode == 2
+    assert "did you mean 'doctor'?" in result.stderr
+
+
+def test_runs_as_a_module():
+    result = subprocess.run(
+        [sys.executable, "-m", "attnres_aot", "--version"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (result.returncode, result.stdout) == (0, f"attnres-aot {__version__}\n")
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "attnres_aot", "plan", "--arch", "sm_100", "--json"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    os.close(write)
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+    assert result.returncode == 1

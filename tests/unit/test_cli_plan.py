@@ -1,0 +1,92 @@
+"""`attnres-aot plan`: the table for people and the JSON for programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from attnres_aot.arch import parse_arch
+from attnres_aot.cli import main
+from attnres_aot.cli.plan_rows import ranges, sources
+from attnres_aot.config import DEFAULT_CONFIG, load_config
+from attnres_aot.plan import Selection, plan
+
+SM_100 = parse_arch("sm_100")
+K3 = load_config(DEFAULT_CONFIG)
+
+
+def show(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_table_counts_variants_and_images_and_says_for_whom(capsys):
+    lines = show(capsys, "--arch", "sm_100").splitlines()
+    assert lines[0] == "kimi_k3: 386 variants served by 81 images, for each GPU architecture"
+    assert "ordinary source: 98 variants, 21 images, for every (tp, dcp)" in lines
+    assert "mailbox of 8 slots: 96 variants, 20 images, for (8,1) (8,8)" in lines
+    assert lines[-1] == "kimi_k3-sm_100: for compute capability 10.0 and later 10.x"
+
+
+def test_table_fits_a_terminal_of_80_columns(capsys):
+    assert max(map(len, show(capsys, "--arch", "sm_100").splitlines())) <= 80
+
+
+def test_rows_hold_every_variant_once():
+    made = plan(K3, SM_100)
+    grouped = sources(made)
+    counts = [row.plain + row.aux + row.stats + row.aux_stats for source in grouped for row in source.rows]
+    assert sum(counts) == sum(source.variants for source in grouped) == len(made.variants)
+    assert sum(source.images for source in grouped) == len(made.images)
+
+
+def test_rows_split_where_the_tables_differ(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    text = DEFAULT_CONFIG.read_text().replace('blocks: "1-8:1"', 'blocks: "2-3:1,5:1"').replace("1-64:1", "1-64:0", 1)
+    path.write_text(text)
+    out = show(capsys, "--arch", "sm_100", "--config", str(path))
+    assert (
+        "  before attn, MLP    2-3, 5     delta                   -    -      3     3       1  only (8,8) (16,1)" in out
+    )
+    assert "  before attn, MLP    1, 4, 6-8  delta                   5    5      -     -       5\n" in out
+
+
+def test_json_names_every_variant_and_image(capsys):
+    shown = json.loads(show(capsys, "--arch", "sm_100,sm_90", "--arch", "sm_100", "--json"))
+    assert [each["bundle"] for each in shown["plans"]] == ["kimi_k3-sm_100", "kimi_k3-sm_90"]
+    first = shown["plans"][0]
+    assert first["counts"] == {"variants": len(first["variants"]), "images": len(first["images"])}
+    assert {each["image"] for each in first["variants"]} == {each["name"] for each in first["images"]}
+    assert first["variants"][0] == {
+        "name": "nb0-write0",
+        "nb": 0,
+        "has_delta": False,
+        "write": 0,
+        "final": False,
+        "slots": 0,
+        "aux": False,
+        "stats": False,
+        "image": "h7168-nb0",
+        "positions": ["before attention"],
+        "deployments": [[8, 1], [8, 8], [16, 1], [16, 16]],
+    }
+    assert first["config_sha256"] == K3.digest
+
+
+def test_selection_reaches_the_plan(capsys):
+    shown = json.loads(
+        show(capsys, "--arch", "sm_90", "--tp", "8", "--dcp", "1", "--only", "nb8-delta", "--only", "*final", "--json")
+    )
+    assert [each["name"] for each in shown["plans"][0]["variants"]] == ["nb8-delta", "nb8-delta-final"]
+    expected = plan(K3, SM_100, selection=Selection(tp=(8,), dcp=(1,), only=("nb8-delta", "*final")))
+    assert len(expected.variants) == 2
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([1, 2, 3], "1-3"), ([5, 1, 2, 8, 7], "1-2, 5, 7-8")]
+)
+def test_ranges(numbers, text):
+    assert ranges(numbers) == text

@@ -1,0 +1,62 @@
+"""Which modules may load which: each checked in a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("cutlass", "torch", "numpy", "cuda")
+BUILD_TOOLS = ("click", "yaml", "rich", "elftools")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module, and what importing it must not load."""
+
+    module: str
+    never: tuple[str, ...]
+    own: tuple[str, ...] | None = None
+    """The package's own modules that it may load, or None for any."""
+
+
+CORE = ("errors", "arch", "tables", "variants", "abi", "manifest", "settings", "plan")
+LAYERS = [
+    Layer("errors", HEAVY + BUILD_TOOLS, ()),
+    Layer("arch", HEAVY + BUILD_TOOLS, ("errors",)),
+    Layer("tables", HEAVY + BUILD_TOOLS, ("errors",)),
+    Layer("variants", HEAVY + BUILD_TOOLS, ("errors",)),
+    Layer("abi", HEAVY + BUILD_TOOLS, ()),
+    Layer("manifest", HEAVY + BUILD_TOOLS, ("errors", "abi")),
+    Layer("settings", HEAVY + BUILD_TOOLS, ("errors", "abi", "manifest", "tables")),
+    Layer("plan", HEAVY + BUILD_TOOLS, CORE),
+    Layer("config", (*HEAVY, "click", "rich", "elftools"), (*CORE, "config")),
+    Layer("cli", HEAVY + BUILD_TOOLS, ("errors", "device_cli", "_version")),
+    Layer("cli.main", (*HEAVY, "yaml", "rich", "elftools"), ("errors", "device_cli", "_version", "cli")),
+    Layer("cli.plan_command", (*HEAVY, "elftools"), (*CORE, "config", "cli", "device_cli", "_version")),
+]
+
+PROBE = """
+import importlib, json, sys
+before = set(sys.modules)
+importlib.import_module("attnres_aot." + sys.argv[1])
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.module)
+def test_importing_loads_only_what_it_may(layer):
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, layer.module], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = json.loads(result.stdout)
+    assert f"attnres_aot.{layer.module}" in loaded
+    assert [name for name in loaded if name.split(".")[0] in layer.never] == []
+    own = {name.split(".")[1] for name in loaded if name.startswith("attnres_aot.")} - {layer.module.split(".")[0]}
+    if layer.own is not None:
+        assert own - set(layer.own) == set()
