@@ -62,6 +62,7 @@ def launch_constants(spec: ConsumerSpec) -> dict[str, int]:
         "vectors": CONSUMER_VECTORS,
         "min_ctas_per_sm": 4 if spec.slots > WIDE_SLOTS else 6,
         "rows_per_cluster": 1,
+        "smem_dynamic_bytes": 0,
     }
 
 
@@ -103,7 +104,7 @@ def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
         cubin=cubin,
         ptx=ptx,
         block_threads=shape["threads"],
-        smem_dynamic_bytes=0,
+        smem_dynamic_bytes=shape["smem_dynamic_bytes"],
         rows_per_cluster=shape["rows_per_cluster"],
         pdl=True,
         seconds=time.perf_counter() - start,

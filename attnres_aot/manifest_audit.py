@@ -26,7 +26,12 @@ VECTOR_ELEMS = 8
 """bf16 elements of one 16-byte access."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LAUNCH_FIELDS = {"cluster": "cluster", "threads": "block_threads", "rows_per_cluster": "rows_per_cluster"}
+_LAUNCH_FIELDS = {
+    "cluster": "cluster",
+    "threads": "block_threads",
+    "rows_per_cluster": "rows_per_cluster",
+    "smem_dynamic_bytes": "smem_dynamic_bytes",
+}
 
 
 def audit_problems(manifest: Manifest) -> list[str]:

@@ -39,8 +39,7 @@ def _show(report: VerifyReport) -> None:
     for note in report.notes:
         click.echo(f"{report.path}: note: {note}")
     if report.problems:
-        number = len(report.problems)
-        click.echo(f"{report.path}: NOT OK: {number} problem{'' if number == 1 else 's'}; build the bundle again")
+        click.echo(f"{report.path}: NOT OK: {_count(len(report.problems), 'problem')}")
     elif report.manifest is not None:
         click.echo(f"{report.path}: OK: {_summary(report.manifest)}")
 
@@ -48,9 +47,13 @@ def _show(report: VerifyReport) -> None:
 def _summary(manifest: Manifest) -> str:
     size = sum(image.size for image in manifest.images)
     return (
-        f"{len(manifest.images)} images of {size} bytes in all, {len(manifest.variants)} variants, "
+        f"{_count(len(manifest.images), 'image')} of {size:,} bytes, {_count(len(manifest.variants), 'variant')}, "
         f"{manifest.arch.proven} (for {parse_arch(manifest.arch.proven).rule()})"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _as_json(report: VerifyReport) -> dict[str, Any]:
