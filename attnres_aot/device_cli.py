@@ -31,6 +31,9 @@ _MODULES = {
     "doctor": _Command(
         module="attnres_aot.runtime.doctor", help="Say whether bundles can be launched here, and how to fix it if not."
     ),
+    "selftest": _Command(
+        module="attnres_aot.selftest", help="Check a bundle's kernels against an fp64 reference on this machine's GPU."
+    ),
 }
 
 COMMANDS: dict[str, str] = {name: command.help for name, command in _MODULES.items()}

@@ -140,15 +140,15 @@ _Shape = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 def _shapes(variant: Variant, rows: int, hidden: int, layout: Layout, capacity: int) -> list[_Shape]:
     """Lists name, shape, strides and type of each operand that `variant` takes."""
-    wide = torch.bfloat16
+    bf16 = torch.bfloat16
 
     def matrix(name: str, order: int) -> _Shape:
-        return name, (rows, hidden), (hidden + 8 * layout.padding * order, 1), wide
+        return name, (rows, hidden), (hidden + 8 * layout.padding * order, 1), bf16
 
     shapes: list[_Shape] = [matrix("source", 1)]
     if variant.slots:
         strides = (capacity * hidden, hidden, 1)
-        shapes = [("source", (variant.slots, capacity, hidden), strides, wide)]
+        shapes = [("source", (variant.slots, capacity, hidden), strides, bf16)]
     write = -1 if variant.key.write is None else variant.key.write
     count = max(variant.key.nb, write + 1) + SPARE_BLOCKS
     block_stride = hidden + 8 * layout.padding
@@ -157,8 +157,8 @@ def _shapes(variant: Variant, rows: int, hidden: int, layout: Layout, capacity: 
         row_stride, block_stride = block_stride, (rows + SPARE_ROWS) * block_stride + 8 * layout.padding
     shapes += [
         matrix("prefix", 2),
-        ("blocks", (rows, count, hidden), (row_stride, block_stride, 1), wide),
-        *((name, (hidden,), (1,), wide) for name in ("norm", "query", "out_norm")),
+        ("blocks", (rows, count, hidden), (row_stride, block_stride, 1), bf16),
+        *((name, (hidden,), (1,), bf16) for name in ("norm", "query", "out_norm")),
         matrix("out", 3),
     ]
     if variant.aux:

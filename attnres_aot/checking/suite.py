@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,7 +110,6 @@ def check_variants(
     consumer: Consumer,
     banks: Banks,
     row_counts: Sequence[int],
-    finished: Callable[[VariantResult], None] = lambda _: None,
 ) -> Iterator[VariantResult]:
     """Checks variants one after another; a lost device ends the run with a result that says so.
 
@@ -119,7 +118,6 @@ def check_variants(
       consumer: what launches them.
       banks: input values.
       row_counts: row counts of the cases.
-      finished: called after each variant, for progress.
     """
     for salt, variant in enumerate(variants):
         try:
@@ -127,7 +125,6 @@ def check_variants(
         except DeviceLostError as error:
             yield lost(variant, error)
             return
-        finished(result)
         yield result
 
 
