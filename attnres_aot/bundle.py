@@ -100,20 +100,18 @@ def read_plain_file(folder: Path, name: str, max_bytes: int) -> bytes:
         raise BundleError(f"{folder}: {problem}")
     where = folder / name
     try:
-        if stat.S_ISLNK(os.lstat(where).st_mode):
-            raise BundleError(f"{where}: a symbolic link; a bundle holds plain files only")
+        mode = os.lstat(where).st_mode
+        if not stat.S_ISREG(mode):
+            found = "a symbolic link" if stat.S_ISLNK(mode) else "not a plain file"
+            raise BundleError(f"{where}: {found}; a bundle holds plain files only")
+        # The flags hold for what may have taken the file's place since.
         descriptor = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise BundleError(f"{where}: not a plain file; a bundle holds plain files only")
-            if found.st_size > max_bytes:
-                raise BundleError(f"{where}: {found.st_size} bytes; at most {max_bytes} are allowed")
             data = file.read(max_bytes + 1)
     except FileNotFoundError as error:
         raise BundleError(f"{where}: the file is missing; rebuild the bundle") from error
     except OSError as error:
         raise BundleError(f"{where}: cannot be read: {error.strerror or error}") from error
     if len(data) > max_bytes:
-        raise BundleError(f"{where}: more than {max_bytes} bytes")
+        raise BundleError(f"{where}: larger than the {max_bytes} bytes that are allowed")
     return data

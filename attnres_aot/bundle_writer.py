@@ -215,13 +215,13 @@ def _swap(staging: Path, target: Path) -> None:
         staging.rename(target)
         return
     if _exchange(staging, target):
-        shutil.rmtree(staging)
+        _remove(staging)
         return
     old = _beside(target, "old")
     _remove(old)
     target.rename(old)
     staging.rename(target)
-    shutil.rmtree(old)
+    _remove(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -85,10 +85,19 @@ def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> Build
       CompileError: the compiler cannot be started at all.
     """
     start = time.perf_counter()
-    if not has_leftovers(request.path):
-        seen = preview(request, facts)
-        if seen.unchanged:
-            return _unchanged_report(request, seen.steps, start)
+    try:
+        if not has_leftovers(request.path):
+            seen = preview(request, facts)
+            if seen.unchanged:
+                return _unchanged_report(request, seen.steps, start)
+        return _build_alone(request, facts, progress, start)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise BundleError(f"cannot build {str(request.path)!r}: {where}{error.strerror or error}") from error
+
+
+def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, start: float) -> BuildReport:
+    """Builds as the only builder of the target."""
     with hold_target(request.path) as target, _scratch(request.path) as scratch:
         seen = preview(request, facts)
         if seen.unchanged:
@@ -201,17 +210,23 @@ def _job(wanted: WantedImage) -> Job:
 
 
 def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory, decided: tuple[Step, ...]) -> bool:
-    """Tells whether the existing bundle is byte for byte what a build would write."""
-    bundle = inventory.bundle
-    if bundle is None or any(step.source is not Source.BUNDLE for step in decided):
+    """Tells whether the existing bundle is byte for byte what a build would write.
+
+    The binaries are proven anew, so that a manifest which says something else than they do is not left as it is.
+    """
+    if inventory.bundle is None:
         return False
-    records = {record.name: record for record in bundle.manifest.images}
-    wanted = assemble(request.plan, facts, [records[step.wanted.name] for step in decided])
-    names = {MANIFEST_NAME, *(record.file for record in wanted.images)}
-    return (
-        read_manifest_bytes(request.path) == dump_manifest(wanted)
-        and {entry.name for entry in request.path.iterdir()} == names
-    )
+    images = [(step.wanted, step.image) for step in decided if step.source is Source.BUNDLE and step.image is not None]
+    if len(images) != len(decided):
+        return False
+    try:
+        records = [prove_record(wanted, image, request.plan) for wanted, image in images]
+    except CompileError:
+        return False
+    names = {MANIFEST_NAME, *(record.file for record in records)}
+    if {entry.name for entry in request.path.iterdir()} != names:
+        return False
+    return read_manifest_bytes(request.path) == dump_manifest(assemble(request.plan, facts, records))
 
 
 def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> None:

@@ -56,7 +56,7 @@ class PlainProgress:
 
     def failed(self, failure: JobFailure) -> None:
         """Says which image has failed and why."""
-        self._line(f"{self._count()} FAILED {failure}")
+        self._line(f"{self._count()} FAILED {failure.name}: {failure.reason}")
 
     def end(self) -> None:
         """Says nothing."""
@@ -113,7 +113,7 @@ class BarProgress:
 
     def failed(self, failure: JobFailure) -> None:
         """Prints the failure above the bar."""
-        self._console.print(f"FAILED {failure}", markup=False, style="red")
+        self._console.print(f"FAILED {failure.name}: {failure.reason}", markup=False, style="red")
         self._remove(failure.name)
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ class BarProgress:
 
 def opening(bundle: str, to_compile: int, reused: int) -> str:
     """Says what a build has to do."""
-    return f"{bundle}: {to_compile} images to compile, {reused} reused"
+    return f"{bundle}: {to_compile} image{'s' * (to_compile != 1)} to compile, {reused} reused"
 
 
 def choose_progress(stream: TextIO = sys.stderr) -> Progress:

@@ -1,0 +1,192 @@
+"""`attnres-aot build`: a configuration into one bundle per GPU architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from attnres_aot.arch import Arch
+from attnres_aot.build.builder import BuildRequest, Preview, build, preview
+from attnres_aot.build.inventory import Source
+from attnres_aot.build.keys import BuildFacts, gather_facts
+from attnres_aot.build.pool import PoolSettings
+from attnres_aot.build.progress import choose_progress
+from attnres_aot.build.report import BuildReport
+from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
+from attnres_aot.config import load_config
+from attnres_aot.manifest import to_json
+from attnres_aot.plan import EVERYTHING, Selection, plan
+
+MOST_JOBS = 16
+"""Compiler processes that are started unless more are asked for; each takes about 300 MB."""
+
+
+def usable_cores() -> int:
+    """Returns the number of CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@click.command("build")
+@arch_option
+@config_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("artifacts"),
+    metavar="DIR",
+    help="Folder for bundles; each becomes DIR/NAME-ARCH. artifacts when left out.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Compiler processes at a time; as many as there are cores, at most {MOST_JOBS}, when left out.",
+)
+@click.option("--force", is_flag=True, help="Compile everything again, and replace a bundle that holds more variants.")
+@click.option("--keep-going", is_flag=True, help="After a failure go on, and list all failures at the end.")
+@click.option("--dry-run", is_flag=True, help="Show what would be compiled and why; change nothing.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=PoolSettings(workers=1).job_seconds,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest that one image may take to compile.",
+)
+@selection_options
+@json_option
+def command(
+    archs: tuple[Arch, ...], config_path: Path, selection: Selection, *, dry_run: bool, as_json: bool, **options: Any
+) -> int:
+    """Compile a configuration into one bundle per GPU architecture, and prove what was compiled.
+
+    Needs no GPU. What an earlier build has left is used: unchanged images of an existing bundle, and finished images
+    of a build that was interrupted. A bundle is replaced in one step, once its images are all there and proven.
+    With --tp, --dcp or --only the bundle holds that part alone; it replaces none that holds more, unless forced.
+    """
+    facts = gather_facts()
+    requests = _requests(archs, config_path, selection, **options)
+    if dry_run:
+        return _show_previews(requests, facts, as_json=as_json)
+    signal.signal(signal.SIGTERM, _interrupt)
+    reports: list[BuildReport] = []
+    progress = choose_progress()
+    for request in requests:
+        report = build(request, facts, progress)
+        reports.append(report)
+        if not as_json:
+            _show(report)
+        if report.failures and not request.keep_going:
+            break
+    if as_json:
+        click.echo(json.dumps({"bundles": [to_json(report) for report in reports]}, indent=1))
+    return 1 if any(report.failures for report in reports) else 0
+
+
+def _requests(
+    archs: Sequence[Arch],
+    config_path: Path,
+    selection: Selection,
+    *,
+    out: Path,
+    jobs: int | None,
+    force: bool,
+    keep_going: bool,
+    time_limit: float,
+) -> list[BuildRequest]:
+    config = load_config(config_path)
+    workers = jobs or min(usable_cores(), MOST_JOBS)
+    return [
+        BuildRequest(
+            plan=plan(config, arch, selection=selection),
+            out=out,
+            pool=PoolSettings(workers=workers, job_seconds=time_limit),
+            narrowed=selection != EVERYTHING,
+            force=force,
+            keep_going=keep_going,
+        )
+        for arch in archs
+    ]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Treats the end of a CI job (SIGTERM) like Ctrl-C: workers are killed, finished images stay."""
+    del number, frame
+    raise KeyboardInterrupt
+
+
+def _show(report: BuildReport) -> None:
+    if report.failures:
+        click.echo(f"{report.path}: {_count(len(report.failures), 'image')} of {report.images} failed:", err=True)
+        for failure in report.failures:
+            click.echo(f"  {failure}", err=True)
+        click.echo("The images that did compile are kept for the next build; no bundle was written.", err=True)
+    elif report.status == "unchanged":
+        click.echo(
+            f"{report.path}: unchanged ({_count(report.images, 'image')}, {_bytes(report.size_bytes)}, "
+            f"checked in {report.wall_seconds:.2f} s)"
+        )
+    else:
+        click.echo(
+            f"{report.path}: {_count(report.variants, 'variant')}, {_count(report.images, 'image')} "
+            f"({len(report.compiled)} compiled, {len(report.reused)} reused), {_bytes(report.size_bytes)}"
+        )
+        click.echo(
+            f"  {report.wall_seconds:.1f} s with {_count(report.jobs, 'job')}; the images' own compile times add up "
+            f"to {report.compile_seconds:.1f} s; peak memory {_bytes(report.peak_memory_bytes)}"
+        )
+
+
+def _show_previews(requests: Sequence[BuildRequest], facts: BuildFacts, *, as_json: bool) -> int:
+    previews = [(request, preview(request, facts)) for request in requests]
+    if as_json:
+        click.echo(json.dumps({"bundles": [_preview_json(*each) for each in previews]}, indent=1))
+        return 0
+    for request, seen in previews:
+        missing = [step for step in seen.steps if step.source is Source.COMPILER]
+        reused = len(seen.steps) - len(missing)
+        what = "nothing to do" if seen.unchanged else f"{_count(len(missing), 'image')} to compile, {reused} to reuse"
+        click.echo(f"{request.path}: {what}")
+        for reason in dict.fromkeys(step.reason for step in missing):
+            names = [step.wanted.name for step in missing if step.reason == reason]
+            click.echo(f"  compile {_count(len(names), 'image')}: {reason}")
+            for name in names:
+                click.echo(f"    {name}")
+        for source in (Source.BUNDLE, Source.STORE):
+            count = sum(step.source is source for step in seen.steps)
+            if count:
+                click.echo(f"  reuse {_count(count, 'image')} of {source.value}")
+    return 0
+
+
+def _preview_json(request: BuildRequest, seen: Preview) -> dict[str, Any]:
+    return {
+        "path": str(request.path),
+        "arch": str(request.plan.arch),
+        "unchanged": seen.unchanged,
+        "images": [
+            {
+                "name": step.wanted.name,
+                "action": "compile" if step.source is Source.COMPILER else "reuse",
+                "source": step.source.name.lower(),
+                "reason": step.reason,
+                "build_key": step.wanted.key,
+            }
+            for step in seen.steps
+        ],
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e6:.1f} MB" if number < 1e9 else f"{number / 1e9:.2f} GB"

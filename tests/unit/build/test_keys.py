@@ -1,0 +1,142 @@
+"""Build keys: each thing that decides an image's bytes changes them, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from attnres_aot.arch import Arch
+from attnres_aot.build.keys import BuildFacts, build_key, gather_facts, wanted_images
+from attnres_aot.build.sources import PACKAGE, source_files, sources_digest
+from attnres_aot.build.toolchain import toolchain_versions
+from attnres_aot.errors import CompileError
+from attnres_aot.plan import plan
+from attnres_aot.variants import ConsumerSpec
+
+SPEC = ConsumerSpec(hidden=7168, nb=3, has_delta=True, final=False, slots=8)
+FACTS = BuildFacts(toolchain={"dsl": "1"}, package_version="1", sources_sha256="a" * 64)
+BASE: dict[str, Any] = {
+    "kernel": "consumer",
+    "spec": SPEC,
+    "launch": {"threads": 128},
+    "arch": Arch(10, 0),
+    "facts": FACTS,
+    "schema": 1,
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    name: str
+    argument: str
+    value: Any
+
+
+CHANGES = [
+    Change("kernel", "kernel", "publish"),
+    Change("hidden", "spec", dataclasses.replace(SPEC, hidden=1024)),
+    Change("nb", "spec", dataclasses.replace(SPEC, nb=4)),
+    Change("stats", "spec", dataclasses.replace(SPEC, nb=None)),
+    Change("delta", "spec", dataclasses.replace(SPEC, has_delta=False)),
+    Change("final", "spec", dataclasses.replace(SPEC, final=True)),
+    Change("slots", "spec", dataclasses.replace(SPEC, slots=1)),
+    Change("threads", "launch", {"threads": 256}),
+    Change("arch-suffix", "arch", Arch(10, 0, "a")),
+    Change("arch-minor", "arch", Arch(10, 3)),
+    Change("version", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "2"})),
+    Change("flavour", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "1", "dsl-cu13": "1"})),
+    Change("sources", "facts", dataclasses.replace(FACTS, sources_sha256="b" * 64)),
+    Change("compiler", "facts", dataclasses.replace(FACTS, compiler="other")),
+    Change("schema", "schema", 2),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_what_decides_the_bytes_changes_the_key(change):
+    assert build_key(**BASE) != build_key(**{**BASE, change.argument: change.value})
+
+
+def test_every_field_of_a_spec_has_a_case_above():
+    assert {field.name.removeprefix("has_") for field in dataclasses.fields(SPEC)} <= {each.name for each in CHANGES}
+
+
+def test_the_order_of_components_and_the_package_version_do_not_change_the_key():
+    one = dataclasses.replace(FACTS, toolchain={"a": "1", "b": "2"})
+    two = dataclasses.replace(FACTS, toolchain={"b": "2", "a": "1"}, package_version="2")
+    assert build_key(**{**BASE, "facts": one}) == build_key(**{**BASE, "facts": two})
+
+
+def test_images_of_a_plan_have_names_and_distinct_keys(tiny_config):
+    wanted = wanted_images(plan(tiny_config(), Arch(9, 0)), FACTS)
+    assert [image.name for image in wanted][:2] == ["h1024-nb0", "h1024-nb1-delta"]
+    assert len({image.key for image in wanted}) == len(wanted) == 5
+
+
+@pytest.fixture
+def package(tmp_path):
+    copy = tmp_path / "elsewhere" / "attnres_aot"
+    for path in source_files():
+        (copy / path.relative_to(PACKAGE)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy / path.relative_to(PACKAGE))
+    return copy
+
+
+def test_kernels_compiler_and_parameters_are_the_sources(package):
+    names = {path.relative_to(package).as_posix() for path in source_files(package)}
+    assert {"compiler.py", "abi.py", "variants.py", "kernels/consumer.py"} <= names
+    assert not any(name.startswith(("build/", "cli/", "runtime/")) for name in names)
+
+
+def test_the_digest_of_the_sources_does_not_depend_on_where_they_lie(package):
+    assert sources_digest(package) == sources_digest()
+
+
+@pytest.mark.parametrize("name", ["kernels/consumer.py", "compiler.py", "abi.py", "variants.py"])
+def test_a_change_of_any_source_changes_the_digest(name, package):
+    before = sources_digest(package)
+    with (package / name).open("a") as file:
+        file.write("# changed\n")
+    assert sources_digest(package) != before
+
+
+def test_a_new_or_renamed_kernel_changes_the_digest(package):
+    digests = {sources_digest(package)}
+    (package / "kernels" / "more").mkdir()
+    (package / "kernels" / "more" / "new.py").write_text("")
+    digests.add(sources_digest(package))
+    (package / "kernels" / "more" / "new.py").rename(package / "kernels" / "new.py")
+    digests.add(sources_digest(package))
+    (package / "README").write_text("no source")
+    digests.add(sources_digest(package))
+    assert len(digests) == 3
+
+
+def _install(folder, name: str, version: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_every_library_package_of_the_compiler_counts(tmp_path, monkeypatch):
+    _install(tmp_path, "nvidia-cutlass-dsl", "9.9.0")
+    _install(tmp_path, "NVIDIA_cutlass.dsl-libs-cu99", "9.9.1")
+    _install(tmp_path, "unrelated", "1.0")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert toolchain_versions() == {"nvidia-cutlass-dsl": "9.9.0", "nvidia-cutlass-dsl-libs-cu99": "9.9.1"}
+
+
+def test_a_machine_without_the_compiler_is_told_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with pytest.raises(CompileError, match=r"nvidia-cutlass-dsl is not installed here; .*pip install 'attnres-aot"):
+        toolchain_versions()
+
+
+def test_the_facts_of_this_machine_are_recorded_with_the_package_version():
+    facts = gather_facts()
+    assert facts.sources_sha256 == sources_digest()
+    assert facts.recorded.keys() == {"attnres-aot", *facts.toolchain}
+    assert "nvidia-cutlass-dsl" in facts.toolchain
