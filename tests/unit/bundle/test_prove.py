@@ -1,0 +1,106 @@
+"""Proving an image: every difference from what was asked is named, all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from attnres_aot.abi import CONSUMER_PARAMS, lay_out
+from attnres_aot.arch import Arch
+from attnres_aot.errors import CompileError
+from attnres_aot.prove import ImageFacts, prove_image
+
+ASKED: dict[str, Any] = {
+    "arch": Arch(10, 0),
+    "params": CONSUMER_PARAMS,
+    "block_threads": 128,
+    "register_budget": 8,
+}
+
+
+def test_an_image_that_is_what_was_asked_for(cubin):
+    assert prove_image(cubin("consumer"), **ASKED) == ImageFacts(
+        symbol="consumer",
+        proven_arch=Arch(10, 0),
+        registers=8,
+        stack_bytes=0,
+        spill_bytes=0,
+        smem_static_bytes=40,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A request that the cubin does not meet."""
+
+    name: str
+    kernel: str = "consumer"
+    asked: dict[str, Any] = field(default_factory=dict)
+    message: str
+
+
+ONE_POINTER = lay_out([("source", "pointer")])
+SWAPPED = (
+    *CONSUMER_PARAMS[:10],
+    dataclasses.replace(CONSUMER_PARAMS[10], offset=84, size=4),
+    *CONSUMER_PARAMS[11:],
+)
+REFUSED = [
+    Refused(name="another arch", asked={"arch": Arch(10, 3)}, message="arch: asked sm_103, the binary names sm_100"),
+    Refused(name="suffix", asked={"arch": Arch(10, 0, "f")}, message="arch: asked sm_100f, the binary names sm_100"),
+    Refused(name="two kernels", kernel="two", message="kernels: asked for exactly one, found 2: one, two"),
+    Refused(name="no kernel", kernel="none", message="kernels: asked for exactly one, found 0: none"),
+    Refused(name="fewer parameters", asked={"params": CONSUMER_PARAMS[:-1]}, message="parameters: asked 23, found 24"),
+    Refused(name="more parameters", kernel="cluster", message="parameters: asked 24, found 1"),
+    Refused(
+        name="parameter place",
+        asked={"params": SWAPPED},
+        message="parameter 'fault': asked 4 bytes at offset 84, found 8 bytes at offset 80",
+    ),
+    Refused(name="block", asked={"block_threads": 256}, message="asked 256 x 1 x 1, the binary fixes 128 x 1 x 1"),
+    Refused(name="block in y", kernel="bare", asked={"params": ()}, message="the binary fixes 32 x 2 x 1"),
+    Refused(name="open block", kernel="bounded", asked={"params": ONE_POINTER}, message="the binary fixes none"),
+    Refused(name="cluster", kernel="cluster", asked={"params": ONE_POINTER}, message="the binary fixes 7 x 1 x 1"),
+    Refused(name="registers", asked={"register_budget": 7}, message="registers: 8 per thread, the budget is 7"),
+    Refused(
+        name="spills",
+        kernel="spill",
+        asked={"params": ONE_POINTER, "register_budget": 32},
+        message="local memory: 424 bytes of stack, 420 bytes of spills, 210 instructions that use it; allowed is none",
+    ),
+    Refused(
+        name="stack",
+        kernel="local",
+        asked={"params": ONE_POINTER, "register_budget": 32},
+        message="512 bytes of stack, 0 bytes of spills, 2 instructions",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_a_difference_is_named_with_what_was_asked_and_found(cubin, case):
+    with pytest.raises(CompileError) as caught:
+        prove_image(cubin(case.kernel), **{**ASKED, **case.asked})
+    assert case.message in str(caught.value)
+
+
+def test_all_differences_come_together(cubin):
+    with pytest.raises(CompileError) as caught:
+        prove_image(cubin("spill", "sm_90"), **{**ASKED, "block_threads": 96})
+    text = str(caught.value)
+    for part in (
+        "arch: asked sm_100",
+        "parameters: asked 24",
+        "asked 96 x 1 x 1",
+        "registers: 32",
+        "local memory: 424",
+    ):
+        assert part in text
+
+
+def test_what_is_no_cubin_is_a_compile_error():
+    with pytest.raises(CompileError, match="cannot be read: not a cubin"):
+        prove_image(b"ELF", **ASKED)

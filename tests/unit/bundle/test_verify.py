@@ -1,0 +1,286 @@
+"""`verify` finds every broken promise: each field of a record, each way that a file can be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from attnres_aot.cli import main
+from attnres_aot.manifest import MANIFEST_NAME
+from attnres_aot.verify import verify_bundle
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103", "sm_120a"])
+def test_a_fresh_bundle_keeps_every_promise(make_bundle, arch):
+    report = verify_bundle(make_bundle(arch).path)
+    assert (report.ok, report.problems, report.notes) == (True, (), ())
+
+
+def test_what_cannot_be_derived_again_is_a_note(make_bundle):
+    report = verify_bundle(make_bundle(sources="0" * 64).path)
+    assert report.ok
+    assert report.notes == (
+        "built from other kernel sources than this release: launch shapes and build keys were not derived again",
+    )
+
+
+def image(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw["images"][1].update(changes)
+
+
+def variant(index: int, **changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw["variants"][index].update(changes)
+
+
+def other_image(raw: dict[str, Any]) -> None:
+    raw["variants"][0]["choices"][0]["image"] = raw["images"][1]["name"]
+
+
+def swap_files(raw: dict[str, Any]) -> None:
+    first, second = raw["images"][:2]
+    first["file"], second["file"] = second["file"], first["file"]
+
+
+def move_parameter(raw: dict[str, Any]) -> None:
+    params = raw["abis"]["consumer"]
+    params[-1]["offset"] += 4
+
+
+def swap_parameters(raw: dict[str, Any]) -> None:
+    params = raw["abis"]["consumer"]
+    params[3]["name"], params[4]["name"] = params[4]["name"], params[3]["name"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lie:
+    """A change of the manifest, and a part of the problem that it must cause."""
+
+    name: str
+    change: Callable[[dict[str, Any]], object]
+    message: str
+
+
+LIES = [
+    Lie(name="image name", change=image(name="other"), message="image 'h2048-nb1-delta' is not in the bundle"),
+    Lie(name="image kernel", change=image(kernel="producer"), message="kernel 'producer' is not one that"),
+    Lie(name="image file", change=image(file="other.cubin"), message="the file is missing"),
+    Lie(name="image file outside", change=image(file="../x.cubin"), message="'../x.cubin' is not a safe file name"),
+    Lie(name="image file too long", change=image(file="x" * 300), message="is 300 characters long"),
+    Lie(name="image sha256", change=image(sha256="0" * 64), message="but the manifest says 00000"),
+    Lie(name="image size", change=image(size=6695), message="6696 bytes, but the manifest says 6695"),
+    Lie(name="image symbol", change=image(symbol="other"), message="symbol: the manifest says 'other', the binary has"),
+    Lie(name="image abi", change=image(abi="other"), message="abi 'other' is not one of consumer"),
+    Lie(name="image cluster", change=image(cluster=1), message="cluster is 1, its sources say 2"),
+    Lie(name="image cluster uneven", change=image(cluster=3), message="3 CTAs of 128 threads do not share"),
+    Lie(name="image rows", change=image(rows_per_cluster=2), message="rows_per_cluster is 2, its sources say 1"),
+    Lie(name="image threads", change=image(block_threads=64), message="asked 64 x 1 x 1, the binary fixes 128"),
+    Lie(name="image static", change=image(smem_static_bytes=0), message="smem_static_bytes: the manifest says 0"),
+    Lie(name="image dynamic", change=image(smem_dynamic_bytes=16), message="smem_dynamic_bytes is 16, its sources"),
+    Lie(name="image pdl", change=image(pdl=False), message="pdl: the manifest says False, the binary True"),
+    Lie(name="image registers", change=image(registers=9), message="registers: the manifest says 9, the binary 8"),
+    Lie(name="image stack", change=image(stack_bytes=8), message="stack_bytes: the manifest says 8, the binary 0"),
+    Lie(name="image spills", change=image(spill_bytes=8), message="spill_bytes: the manifest says 8, the binary 0"),
+    Lie(name="image key", change=image(build_key="0" * 64), message="build_key is not that of its spec"),
+    Lie(name="image twice", change=lambda raw: raw["images"].append(raw["images"][0]), message="occurs more than once"),
+    Lie(name="image unused", change=lambda raw: raw["variants"].__delitem__(slice(2)), message="no variant uses it"),
+    Lie(name="images swapped", change=other_image, message="is not code for it; that would be 'h2048-nb0'"),
+    Lie(name="schema", change=lambda raw: raw.update(schema=2), message="manifest schema 2"),
+    Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
+    Lie(name="bundle name", change=lambda raw: raw.update(name="a/b"), message="'a/b' is not a safe file name"),
+    Lie(name="arch requested", change=lambda raw: raw["arch"].update(requested="sm_100a"), message="was requested"),
+    Lie(name="arch proven", change=lambda raw: raw["arch"].update(proven="sm_103"), message="the binary is for sm_100"),
+    Lie(name="arch name", change=lambda raw: raw["arch"].update(proven="gpu"), message="'gpu' is not a GPU"),
+    Lie(name="config digest", change=lambda raw: raw.update(config_sha256="x"), message="config_sha256 'x'"),
+    Lie(name="toolchain", change=lambda raw: raw["toolchain"].update(assembler="13"), message="build_key is not that"),
+    Lie(name="no toolchain", change=lambda raw: raw.update(toolchain={}), message="toolchain: empty"),
+    Lie(name="hidden", change=lambda raw: raw["model"].update(hidden=1024), message="that would be 'h1024-nb0'"),
+    Lie(name="layers", change=lambda raw: raw["model"].update(layers=2), message="the model has 1 saved blocks"),
+    Lie(name="no block size", change=lambda raw: raw["model"].update(block_size=0), message="model.block_size is 0"),
+    Lie(name="capacity", change=lambda raw: raw["mailbox"].update(capacity=4), message="is outside of 1..4"),
+    Lie(name="slots", change=lambda raw: raw["mailbox"].update(slots=[1]), message="mailbox.slots are [1], but"),
+    Lie(name="table", change=lambda raw: raw["tables"][1].update(attn_stats="8-1:1"), message="span 8-1 is reversed"),
+    Lie(name="table value", change=lambda raw: raw["tables"][1].update(attn_stats="1:7"), message="or not 0 or 1"),
+    Lie(name="table off", change=lambda raw: raw["tables"][1].update(attn_stats=""), message="never use statistics"),
+    Lie(name="table twice", change=lambda raw: raw["tables"].append(raw["tables"][0]), message="occurs more than once"),
+    Lie(name="tables swapped", change=lambda raw: raw["tables"].reverse(), message="are not ascending"),
+    Lie(name="table gone", change=lambda raw: raw["tables"].pop(0), message="deployments (2, 1) are not in the tables"),
+    Lie(name="parameter moved", change=move_parameter, message="parameter 'out_eps': asked 4 bytes at offset 140"),
+    Lie(name="parameters swapped", change=swap_parameters, message="abis.consumer: not the parameter list of"),
+    Lie(name="abi unused", change=lambda raw: raw["abis"].update(other=[]), message="abis.other: no image takes it"),
+    Lie(name="variant name", change=variant(0, name="nb0"), message="its fields describe 'nb0-write0'"),
+    Lie(name="variant name malformed", change=variant(0, name="first"), message="variant 'first'"),
+    Lie(name="variant field", change=variant(0, aux=True), message="its fields describe 'nb0-write0-aux'"),
+    Lie(name="variant write", change=variant(3, write=2, name="nb1-delta-write2"), message="only ever written at nb"),
+    Lie(name="variant twice", change=lambda raw: raw["variants"].append(raw["variants"][0]), message="more than once"),
+    Lie(name="variant choices", change=variant(0, choices=[]), message="row limits [] are not ascending"),
+    Lie(
+        name="variant closed end",
+        change=variant(0, choices=[{"image": "h2048-nb0", "max_rows": 8}]),
+        message="row limits [8] are not ascending with an open end",
+    ),
+    Lie(name="variant needed by none", change=variant(0, deployments=[]), message="no deployment needs it"),
+    Lie(name="variant pairs", change=variant(0, deployments=[[2, 2], [2, 1]]), message="are not ascending"),
+    Lie(name="variant pair unknown", change=variant(0, deployments=[[4, 1]]), message="(4, 1) are not in the tables"),
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.name)
+def test_a_lie_in_the_manifest_is_found(bundle, lie):
+    bundle.edit(lie.change)
+    report = verify_bundle(bundle.path)
+    assert not report.ok
+    assert lie.message in "\n".join(report.problems)
+
+
+def test_every_field_of_an_image_record_is_among_the_lies(bundle):
+    changed: set[str] = set()
+    for lie in LIES:
+        before, after = bundle.read(), bundle.read()
+        lie.change(after)
+        if len(after["images"]) == len(before["images"]):
+            changed |= {
+                field
+                for old, new in zip(before["images"], after["images"], strict=True)
+                for field in old
+                if old[field] != new[field]
+            }
+    assert changed == set(bundle.read()["images"][0])
+
+
+def test_swapped_files_with_the_same_bytes_are_still_the_same_bundle(bundle):
+    """Both images of this bundle are one binary, so a swap of names alone breaks nothing."""
+    bundle.edit(swap_files)
+    assert verify_bundle(bundle.path).ok
+
+
+def test_swapped_files_are_found(make_bundle, cubin):
+    bundle = make_bundle()
+    first, second = bundle.image_path(0), bundle.image_path(1)
+    first.write_bytes(cubin("wide"))
+    second.write_bytes(cubin("consumer"))
+    assert len(verify_bundle(bundle.path).problems) == 1
+
+
+def test_a_binary_with_its_digest_updated_is_still_found(bundle, cubin):
+    other = cubin("wide")
+    bundle.image_path(1).write_bytes(other)
+    bundle.edit(image(sha256=hashlib.sha256(other).hexdigest(), size=len(other)))
+    text = "\n".join(verify_bundle(bundle.path).problems)
+    for part in ("the binary has wide", "registers: the manifest says 8, the binary 32", "pdl:", "smem_static_bytes"):
+        assert part in text
+
+
+def flip(bundle) -> None:
+    data = bytearray(bundle.image_path().read_bytes())
+    data[len(data) // 2] ^= 1
+    bundle.image_path().write_bytes(data)
+
+
+def cut(bundle) -> None:
+    path = bundle.image_path()
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def link(bundle) -> None:
+    path = bundle.image_path()
+    target = bundle.path.parent / "elsewhere"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def pipe(bundle) -> None:
+    path = bundle.image_path()
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(bundle) -> None:
+    path = bundle.image_path()
+    path.unlink()
+    path.mkdir()
+
+
+def link_manifest(bundle) -> None:
+    target = bundle.path.parent / "elsewhere"
+    bundle.manifest_path.rename(target)
+    bundle.manifest_path.symlink_to(target)
+
+
+def reformat(bundle) -> None:
+    bundle.manifest_path.write_text(json.dumps(bundle.read()))
+
+
+DAMAGES = {
+    "flipped": (flip, "sha256 is"),
+    "truncated": (cut, "6695 bytes, but the manifest says 6696"),
+    "emptied": (lambda bundle: bundle.image_path().write_bytes(b""), "0 bytes, but the manifest says"),
+    "missing": (lambda bundle: bundle.image_path().unlink(), "the file is missing"),
+    "symlinked": (link, "a symbolic link"),
+    "pipe": (pipe, "not a plain file"),
+    "folder": (folder, "not a plain file"),
+    "extra": (lambda bundle: (bundle.path / "notes.txt").write_text("x"), "file 'notes.txt' is not in the manifest"),
+    "hidden extra": (lambda bundle: (bundle.path / ".x").mkdir(), "file '.x' is not in the manifest"),
+    "no manifest": (lambda bundle: bundle.manifest_path.unlink(), f"it holds no {MANIFEST_NAME}"),
+    "manifest symlinked": (link_manifest, "a symbolic link"),
+    "manifest truncated": (lambda bundle: bundle.manifest_path.write_text('{"schema"'), "not a manifest"),
+    "manifest not an object": (lambda bundle: bundle.manifest_path.write_text("[1]"), "expected an object"),
+    "manifest reformatted": (reformat, "not in canonical form"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_damage_to_the_folder_is_found(bundle, damage):
+    change, message = DAMAGES[damage]
+    change(bundle)
+    report = verify_bundle(bundle.path)
+    assert message in "\n".join(report.problems)
+    assert len(report.problems) == 1
+
+
+def test_all_problems_are_reported_together(bundle):
+    flip(bundle)
+    bundle.edit(image(registers=9))
+    bundle.edit(lambda raw: raw["tables"][1].update(attn_stats="1:1,2"))
+    (bundle.path / "extra").touch()
+    text = "\n".join(verify_bundle(bundle.path).problems)
+    for part in ("sha256 is", "registers: the manifest says 9", "entry '2' is not understood", "file 'extra'"):
+        assert part in text
+
+
+def test_the_command_says_ok_and_for_which_gpus(bundle, capsys):
+    assert main(["verify", str(bundle.path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{bundle.path}: OK: 10 images of 66,960 bytes, 22 variants, "
+        "sm_100 (for compute capability 10.0 and later 10.x)\n"
+    )
+
+
+def test_the_command_lists_problems_and_fails(make_bundle, capsys):
+    good, bad = make_bundle(), make_bundle("sm_90")
+    (bad.path / "extra").touch()
+    assert main(["verify", str(good.path.parent)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{good.path}: OK")
+    assert lines[1:] == [
+        f"{bad.path}: file 'extra' is not in the manifest",
+        f"{bad.path}: NOT OK: 1 problem",
+    ]
+
+
+def test_the_command_speaks_json(bundle, capsys):
+    (bundle.path / "extra").touch()
+    assert main(["verify", "--json", str(bundle.path)]) == 1
+    (report,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (report["ok"], report["images"], report["arch"]) == (False, 10, "sm_100")
+    assert report["problems"] == ["file 'extra' is not in the manifest"]
+
+
+def test_no_bundle_is_a_failure_that_names_the_next_step(tmp_path, capsys):
+    assert main(["verify", str(tmp_path / "nowhere")]) == 1
+    assert "there is no such folder; build one with 'attnres-aot build" in capsys.readouterr().out
