@@ -49,7 +49,7 @@ test-gpu: ## check every variant of BUNDLE on this machine's GPU with GPU_PYTHON
 clean: ## remove virtual environments, caches and built bundles
 	rm -rf $(BUILD_VENV) $(TEST_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find artifacts -mindepth 1 -maxdepth 1 ! -name README.md -exec rm -rf {} +
-	find attnres_aot tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is touched last, so an interrupted install starts over; a change of pins installs again.
 $(BUILD_STAMP): $(INSTALLED_BY)
