@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-import attnres_aot
 from attnres_aot.bundle import Bundle
 from attnres_aot.checking.arena import Views
 from attnres_aot.checking.cases import Case
+from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.prepared import PreparedAttnRes
+
+SPIN_BUDGET = 1 << 22
+"""Polls, of some hundred nanoseconds each, after which a ring kernel that is being checked gives up."""
 
 
 class LoadedConsumer:
@@ -25,7 +32,7 @@ class LoadedConsumer:
           BundleError: there is no fitting bundle.
           DriverError: there is no usable GPU.
         """
-        return cls(attnres_aot.load(path, device))
+        return cls(load(path, device))
 
     @property
     def bundle(self) -> Bundle:
@@ -42,19 +49,29 @@ class LoadedConsumer:
         """What the GPU is called."""
         return torch.cuda.get_device_name(self.device)
 
-    def launch(self, case: Case, views: Views, *, pdl: bool = False) -> None:
-        """Binds and launches `case`; `pdl` launches with programmatic stream serialization."""
+    def launch(self, case: Case, views: Views) -> None:
+        """Binds and launches `case` once, the safe way (no programmatic dependent launch)."""
+        self.bind(case, views)()
+
+    def bind(
+        self, case: Case, views: Views, *, pdl: bool = False, spin_budget: int = SPIN_BUDGET
+    ) -> Callable[[], torch.Tensor]:
+        """Binds everything that `case` needs and returns what launches it and returns `views.out`.
+
+        Args:
+          case: which variant, and with what epsilons.
+          views: operands of the launch.
+          pdl: launch with programmatic stream serialization.
+          spin_budget: polls of one fragment before a ring kernel gives up; 0 waits for ever.
+        """
         variant = case.variant
-        prepared = attnres_aot.PreparedAttnRes(
-            (views.norm, views.query, views.out_norm), variant.key, (case.eps, case.out_eps), bundle=self.loaded
-        )
-        if variant.slots:
-            prepared.bind_ring(views.source)
+        weights = (views.norm, views.query, views.out_norm)
+        prepared = PreparedAttnRes(weights, variant.key, (case.eps, case.out_eps), self.loaded, pdl=pdl)
         if variant.aux:
             prepared.bind_aux()
-        if variant.stats:
+        if views.mixture is not None and views.scal is not None:
             prepared.bind_statistics(views.mixture, views.scal, (case.rows,))
         if variant.slots:
-            prepared.run_ring(views.prefix, views.blocks, views.out, views.aux)
-        else:
-            prepared.run(views.source, views.prefix, views.blocks, views.out, views.aux)
+            prepared.bind_ring(views.source, spin_budget=spin_budget)
+            return partial(prepared.run_ring, views.prefix, views.blocks, views.out, views.aux)
+        return partial(prepared.run, views.source, views.prefix, views.blocks, views.out, views.aux)

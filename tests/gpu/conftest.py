@@ -1,0 +1,125 @@
+"""Opens the bundle under test, keeps the results, and fails a session that checked nothing.
+
+The bundle is the one that `attnres_aot.load()` finds: ATTNRES_AOT_BUNDLE (a bundle, or a folder of bundles), else
+./artifacts. A report is written next to `--gpu-report` (or ATTNRES_AOT_GPU_REPORT): PATH.md and PATH.json.
+"""
+
+import functools
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnres_aot import selftest
+from attnres_aot.checking import report
+from attnres_aot.checking.cases import ROW_COUNTS, draw_banks
+from attnres_aot.checking.loaded import LoadedConsumer
+from attnres_aot.checking.suite import DeviceLostError, bundle_variants
+from attnres_aot.errors import AttnResError
+from attnres_aot.variants import Variant
+
+SEED_VARIABLE = "ATTNRES_AOT_SEED"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--gpu-report",
+        default=os.environ.get("ATTNRES_AOT_GPU_REPORT") or None,
+        help="write the results to PATH.md and PATH.json",
+    )
+
+
+@functools.cache
+def opened() -> LoadedConsumer | str:
+    """The bundle under test on the current device, or why there is none."""
+    if not torch.cuda.is_available():
+        return f"no GPU: torch {torch.__version__} finds no CUDA device; these tests check kernels on a real one"
+    try:
+        return LoadedConsumer.open(None)
+    except AttnResError as error:
+        return f"no bundle to check: {error}"
+
+
+def pytest_generate_tests(metafunc):
+    if "variant" in metafunc.fixturenames:
+        found = opened()
+        variants = [None] if isinstance(found, str) else bundle_variants(found.bundle.manifest)
+        metafunc.parametrize("variant", variants, ids=lambda variant: "no-bundle" if variant is None else str(variant))
+
+
+@pytest.fixture(scope="session")
+def consumer():
+    found = opened()
+    if isinstance(found, str):
+        pytest.fail(found, pytrace=False)
+    return found
+
+
+@pytest.fixture(scope="session")
+def seed():
+    return int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(1 << 31))
+
+
+@pytest.fixture(scope="session")
+def banks(consumer, seed):
+    manifest = consumer.bundle.manifest
+    return draw_banks(manifest.model.hidden, manifest.mailbox.capacity, seed, consumer.device)
+
+
+@pytest.fixture(scope="session")
+def choose(consumer):
+    """Returns the richest variant of the bundle (most blocks, then aux) for which a condition holds."""
+
+    def choose(condition) -> Variant:
+        found = [variant for variant in bundle_variants(consumer.bundle.manifest) if condition(variant)]
+        if not found:
+            pytest.fail(f"{consumer.bundle.path} has no variant for this test", pytrace=False)
+        return max(found, key=lambda variant: (variant.key.nb, variant.aux))
+
+    return choose
+
+
+class Ledger:
+    """Results of all variants, and whether the device still works."""
+
+    def __init__(self, path, seed):
+        self.results, self.path, self.seed = [], path, seed
+        self.started = time.monotonic()
+        self.lost = None
+
+
+@pytest.fixture(scope="session")
+def ledger(request, consumer, seed):
+    ledger = Ledger(request.config.getoption("--gpu-report"), seed)
+    yield ledger
+    if not ledger.results:
+        return
+    setting = selftest.describe(consumer, ROW_COUNTS, seed, time.monotonic() - ledger.started)
+    print(f"\n{report.summary_line(ledger.results)}; {setting.seconds:.0f} s, seed {seed}")
+    if ledger.path:
+        Path(f"{ledger.path}.md").write_text(report.markdown(ledger.results, setting))
+        Path(f"{ledger.path}.json").write_text(json.dumps(report.to_json(ledger.results, setting), indent=1) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Stops the session once a launch has hung or broken the device: everything later would fail for that reason."""
+    if call.excinfo is not None and call.excinfo.errisinstance(DeviceLostError):
+        item.session.shouldstop = "the device was lost; nothing more can be checked in this process"
+    return (yield)
+
+
+def pytest_sessionfinish(session):
+    """A run that checked nothing, or skipped anything, has failed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    stats = reporter.stats if reporter else {}
+    if (
+        session.exitstatus == 0
+        and not session.config.option.collectonly
+        and ("passed" not in stats or "skipped" in stats)
+    ):
+        session.exitstatus = 1
