@@ -37,12 +37,11 @@ class ImageView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """What the variants of one row have in common."""
+class _Kind:
+    """What the variants of one row have in common, besides their saved blocks."""
 
     slots: int
     consumer: str
-    options: str
     deployments: tuple[tuple[int, int], ...]
 
 
@@ -127,7 +126,7 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
     model, mailbox = manifest.model, manifest.mailbox
     arch = parse_arch(manifest.arch.proven)
     size = sum(image.size for image in manifest.images)
-    yield "for", f"{arch.rule()} ({manifest.arch.requested} requested, {arch} proven)"
+    yield "for", f"{arch.rule()}; {manifest.arch.requested} requested, {arch} proven"
     yield "holds", f"{len(manifest.variants)} variants served by {len(manifest.images)} images of {size:,} bytes in all"
     yield "model", f"{manifest.name}: {model.layers} layers of {model.hidden}, {model.block_size} to a saved block"
     slots = ", ".join(map(str, mailbox.slots)) or "none"
@@ -161,39 +160,46 @@ def _image_table(manifest: Manifest) -> Table:
 
 def _variant_table(manifest: Manifest) -> Table:
     images = {image.name: image for image in manifest.images}
-    groups: dict[_Group, list[VariantRecord]] = {}
-    for variant in manifest.variants:
-        groups.setdefault(_group(variant), []).append(variant)
-    table = _table("source", "consumer", "options", "saved blocks", "variants:", "images:", "registers:", "(tp, dcp)")
-    for group, members in groups.items():
+    table = _table("source", "consumer", "saved blocks", "options", "variants:", "images:", "registers:", "(tp, dcp)")
+    for (kind, blocks), by_options in _merged(manifest.variants).items():
+        members = [member for alike in by_options.values() for member in alike]
         used = {choice.image for member in members for choice in member.choices}
-        registers = ranges(images[name].registers for name in used)
+        registers = sorted({images[name].registers for name in used})
         table.add_row(
-            f"{group.slots}-slot mailbox" if group.slots else "ordinary",
-            group.consumer,
-            group.options,
-            ranges(member.nb for member in members),
+            f"mailbox, {kind.slots}" if kind.slots else "ordinary",
+            kind.consumer,
+            blocks,
+            ", ".join(by_options),
             str(len(members)),
             str(len(used)),
-            registers,
-            _pairs(group.deployments),
+            f"{registers[0]}-{registers[-1]}" if len(registers) > 1 else str(registers[0]),
+            _pairs(kind.deployments),
         )
     return table
 
 
-def _group(variant: VariantRecord) -> _Group:
+def _merged(variants: Iterable[VariantRecord]) -> dict[tuple[_Kind, str], dict[str, list[VariantRecord]]]:
+    """Groups variants by kind and saved blocks, then by options: those of equal saved blocks share a row."""
+    apart: dict[tuple[_Kind, str], list[VariantRecord]] = {}
+    for variant in variants:
+        apart.setdefault((_kind(variant), _options(variant)), []).append(variant)
+    merged: dict[tuple[_Kind, str], dict[str, list[VariantRecord]]] = {}
+    for (kind, options), members in apart.items():
+        merged.setdefault((kind, ranges(member.nb for member in members)), {})[options] = members
+    return merged
+
+
+def _kind(variant: VariantRecord) -> _Kind:
     words = [
         "delta" if variant.has_delta else "no delta",
         "" if variant.write is None else "writes nb" if variant.write == variant.nb else f"writes {variant.write}",
         "final" if variant.final else "",
     ]
-    options = [name for name, on in (("aux", variant.aux), ("stats", variant.stats)) if on]
-    return _Group(
-        slots=variant.slots,
-        consumer=", ".join(filter(None, words)),
-        options=", ".join(options) or "-",
-        deployments=variant.deployments,
-    )
+    return _Kind(slots=variant.slots, consumer=", ".join(filter(None, words)), deployments=variant.deployments)
+
+
+def _options(variant: VariantRecord) -> str:
+    return "+".join(name for name, on in (("aux", variant.aux), ("stats", variant.stats)) if on) or "plain"
 
 
 def _print_facts(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
