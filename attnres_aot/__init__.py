@@ -1,0 +1,104 @@
+"""Attention-residual (AttnRes) kernels, compiled ahead of time and launched without a compiler.
+
+A deployment needs `load` and `PreparedAttnRes`; `preload` before a CUDA graph is captured. Names are imported when
+they are first used, so that `import attnres_aot` costs next to nothing and does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnres_aot._version import __version__
+
+if TYPE_CHECKING:
+    from attnres_aot.arch import Arch, parse_arch
+    from attnres_aot.errors import (
+        AttnResError,
+        BundleError,
+        CompileError,
+        ConfigError,
+        DriverError,
+        OperandError,
+        UsageError,
+        VariantMissError,
+    )
+    from attnres_aot.runtime.api import compile_consumer, load, preload, statistics_blocks, statistics_rows
+    from attnres_aot.runtime.consumer import Consumer
+    from attnres_aot.runtime.loaded import LoadedBundle
+    from attnres_aot.runtime.mailbox import arm, new_mailbox
+    from attnres_aot.runtime.prepared import Missed, PreparedAttnRes
+    from attnres_aot.runtime.weights import AttnResWeights
+    from attnres_aot.variants import ConsumerKey, Variant, parse_variant
+
+_HOMES = {
+    "Arch": "arch",
+    "AttnResError": "errors",
+    "AttnResWeights": "runtime.weights",
+    "BundleError": "errors",
+    "CompileError": "errors",
+    "ConfigError": "errors",
+    "Consumer": "runtime.consumer",
+    "ConsumerKey": "variants",
+    "DriverError": "errors",
+    "LoadedBundle": "runtime.loaded",
+    "Missed": "runtime.prepared",
+    "OperandError": "errors",
+    "PreparedAttnRes": "runtime.prepared",
+    "UsageError": "errors",
+    "Variant": "variants",
+    "VariantMissError": "errors",
+    "arm": "runtime.mailbox",
+    "compile_consumer": "runtime.api",
+    "load": "runtime.api",
+    "new_mailbox": "runtime.mailbox",
+    "parse_arch": "arch",
+    "parse_variant": "variants",
+    "preload": "runtime.api",
+    "statistics_blocks": "runtime.api",
+    "statistics_rows": "runtime.api",
+}
+"""Public name -> module of this package that defines it."""
+
+__all__ = [  # noqa: RUF022 - the version first
+    "__version__",
+    "Arch",
+    "AttnResError",
+    "AttnResWeights",
+    "BundleError",
+    "CompileError",
+    "ConfigError",
+    "Consumer",
+    "ConsumerKey",
+    "DriverError",
+    "LoadedBundle",
+    "Missed",
+    "OperandError",
+    "PreparedAttnRes",
+    "UsageError",
+    "Variant",
+    "VariantMissError",
+    "arm",
+    "compile_consumer",
+    "load",
+    "new_mailbox",
+    "parse_arch",
+    "parse_variant",
+    "preload",
+    "statistics_blocks",
+    "statistics_rows",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

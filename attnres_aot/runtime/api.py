@@ -1,0 +1,162 @@
+"""The functions of the package's surface that find bundles and take things from them."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from attnres_aot.arch import Arch, parse_arch
+from attnres_aot.errors import UsageError
+from attnres_aot.runtime.consumer import Consumer
+from attnres_aot.runtime.driver import open_driver, refuse_after_fork
+from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
+from attnres_aot.runtime.resolve import find_bundle
+from attnres_aot.runtime.torch_device import TorchDevice, pick_device
+from attnres_aot.variants import ConsumerKey, Variant
+
+_lock = threading.Lock()
+_found: dict[tuple[str | None, int], LoadedBundle] = {}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    device: torch.device | str | int | None = None,
+    *,
+    name: str | None = None,
+) -> LoadedBundle:
+    """Finds the bundle for a device and reads its manifest. No code reaches the device before a launch or `preload`.
+
+    Args:
+      path: a bundle, or a folder of bundles. None searches the environment variable ATTNRES_AOT_BUNDLE, installed
+        bundle packages and `./artifacts`, and remembers what it found.
+      device: CUDA device; None is torch's current one.
+      name: configuration name, where bundles of several lie in one place.
+
+    Returns:
+      The bundle, for use on that device.
+
+    Raises:
+      BundleError: none fits the device, or it is damaged; carries the trace of the search.
+      DriverError: no CUDA in torch, no driver, a driver that is too old, no GPU, or a forked process.
+      UsageError: no such device.
+    """
+    refuse_after_fork()
+    where = pick_device(device)
+    if path is not None or name is not None:
+        return _load(path, where, name)
+    key = (os.environ.get(ENVIRONMENT_VARIABLE), where.ordinal)
+    with _lock:
+        if key not in _found:
+            _found[key] = _load(None, where, None)
+        return _found[key]
+
+
+def preload(
+    bundle: LoadedBundle | None = None,
+    *,
+    tp: int | None = None,
+    dcp: int | None = None,
+    device: torch.device | str | int | None = None,
+) -> int:
+    """Loads every image that a deployment needs, so that no later launch loads anything. Call it before capturing.
+
+    Args:
+      bundle: whose images; None is `load(device=device)`.
+      tp: tensor-parallel size; None loads for every one in the bundle.
+      dcp: decode-context-parallel size; None loads for every one in the bundle.
+      device: where, if `bundle` is None.
+
+    Returns:
+      How many images are loaded for it.
+
+    Raises:
+      UsageError: the bundle does not serve that deployment.
+      DriverError: the driver refused, or a graph is being captured.
+    """
+    return (bundle or load(device=device)).preload(tp=tp, dcp=dcp)
+
+
+def statistics_rows(tp: int, dcp: int, bundle: LoadedBundle | None = None) -> tuple[int, ...]:
+    """Returns the row counts, ascending, at which a deployment uses precomputed statistics.
+
+    Args:
+      tp: tensor-parallel size.
+      dcp: decode-context-parallel size.
+      bundle: whose tables; None is `load()`.
+
+    Raises:
+      UsageError: the bundle does not serve that deployment.
+    """
+    return (bundle or load()).statistics_rows(tp, dcp)
+
+
+def statistics_blocks(tp: int, dcp: int, bundle: LoadedBundle | None = None) -> tuple[int, ...]:
+    """Returns the numbers of saved blocks, ascending, at which a deployment uses precomputed statistics.
+
+    Args:
+      tp: tensor-parallel size.
+      dcp: decode-context-parallel size.
+      bundle: whose tables; None is `load()`.
+
+    Raises:
+      UsageError: the bundle does not serve that deployment.
+    """
+    return (bundle or load()).statistics_blocks(tp, dcp)
+
+
+def compile_consumer(
+    nb: int,
+    delta: bool,
+    write: int | None,
+    final: bool,
+    slots: int,
+    cap: int,
+    arch: Arch | str | None,
+    aux: bool = False,
+    stats: int = 0,
+    *,
+    bundle: LoadedBundle | None = None,
+) -> Consumer:
+    """Returns a launchable from a bundle. Compiles nothing: the name is that of the call which it replaces.
+
+    Args:
+      nb: saved blocks that are mixed.
+      delta: the source is added to the prefix.
+      write: block that receives the updated prefix; None or a negative number for none.
+      final: the consumer at the end of the model.
+      slots: mailbox slots; 0 for an ordinary source.
+      cap: rows per mailbox slot; ignored for an ordinary source.
+      arch: arch whose code is wanted, e.g. `sm_90`; None takes the bundle's.
+      aux: with an aux copy.
+      stats: nonzero takes precomputed statistics.
+      bundle: where the code comes from; None is `load()`.
+
+    Raises:
+      UsageError: `arch` is not the bundle's, or `cap` is not positive.
+      VariantMissError: the bundle does not hold the variant.
+      DriverError: the driver refused to load it.
+    """
+    where = bundle or load()
+    have = where.bundle.manifest.arch
+    if arch is not None and str(parse_arch(str(arch))) not in (have.requested, have.proven):
+        raise UsageError(
+            f"asked for {str(arch)!r}, but the bundle at {where.bundle.path} is for {have.requested!r}; load the "
+            f"bundle for that arch, or build it: attnres-aot build --arch {arch}"
+        )
+    if slots and cap < 1:
+        raise UsageError(f"a mailbox of {cap} rows per slot was asked for; at least 1 is needed")
+    key = ConsumerKey(
+        nb=nb, has_delta=bool(delta), write=None if write is None or write < 0 else write, final=bool(final)
+    )
+    variant = Variant(key=key, slots=slots, aux=bool(aux), stats=bool(stats))
+    for choice in where.record(variant).choices:
+        where.load_image(choice.image)
+    return Consumer(bundle=where, variant=variant, capacity=cap if slots else 0)
+
+
+def _load(path: str | os.PathLike[str] | None, device: TorchDevice, name: str | None) -> LoadedBundle:
+    capability = open_driver().capability(device.ordinal)
+    return LoadedBundle(find_bundle(path, capability, name=name), device)

@@ -1,0 +1,68 @@
+"""Tells quickly whether tensors still have the metadata of tensors that passed every check before.
+
+Torch's compiler guards do this in one native call (about 0.3 us for four tensors, against 1.3 us in Python). They
+are not public, so they are tried out once before use; where they are missing or judge differently, plain Python
+compares the same facts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Guard = Callable[..., bool]
+"""Takes as many tensors as it was made of; True if each has type, dtype, device, shape and strides of its model."""
+
+
+def make_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """Returns a guard for tensors like `tensors`; it keeps no reference to them."""
+    return native_guard(tensors) if native_guards_work() else python_guard(tensors)
+
+
+def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """Returns a guard that compares in Python."""
+    expected = [_facts(tensor) for tensor in tensors]
+
+    def accepts(*found: torch.Tensor) -> bool:
+        return [_facts(tensor) for tensor in found] == expected
+
+    return accepts
+
+
+def native_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """Returns a guard that compares in native code."""
+    free = [[None] * tensor.dim() for tensor in tensors]
+    guards: Any = torch._C._dynamo.guards  # noqa: SLF001 - tried out by native_guards_work
+    check: Guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free).check
+    return check
+
+
+@functools.cache
+def native_guards_work() -> bool:
+    """Tells whether this torch's native guards exist and judge as `python_guard` does."""
+    model = [torch.empty((2, 8), dtype=torch.bfloat16), torch.empty((2, 3, 8), dtype=torch.bfloat16)]
+    same = [torch.empty_like(tensor) for tensor in model]
+    others = [
+        torch.empty((3, 8), dtype=torch.bfloat16),
+        torch.empty((2, 16), dtype=torch.bfloat16),
+        torch.empty((2, 16), dtype=torch.bfloat16)[:, :8],
+        torch.empty((2, 8), dtype=torch.float16),
+        torch.empty((2, 8), dtype=torch.bfloat16, device="meta"),
+        torch.empty((2, 1, 8), dtype=torch.bfloat16),
+        torch.empty((16,), dtype=torch.bfloat16),
+        None,
+    ]
+    try:
+        guard = native_guard(model)
+        return guard(*same) is True and not any(guard(other, same[1]) for other in others)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return False
+
+
+def _facts(tensor: object) -> tuple[object, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        return ()
+    return (tensor.__class__, tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride())

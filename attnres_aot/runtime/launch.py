@@ -1,0 +1,211 @@
+"""Launches one kernel for operands of one geometry: everything but pointers and stream is packed beforehand.
+
+A launch needs a block of memory that the driver reads: the configuration, its attributes and the parameters. Blocks
+are kept in a stack per plan. A launch takes one, fills in what changed and puts it back, so that threads never share
+one, and steady state allocates nothing. `list.pop` and `list.append` are atomic.
+
+    0    CUlaunchConfig (56 bytes)
+    64   the `extra` array: {BUFFER_POINTER, address, BUFFER_SIZE, address of the size, END} (40 bytes)
+    104  size of the parameters
+    112  CUlaunchAttribute[2] (72 bytes each)
+    256  parameters, at the offsets of the manifest
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnres_aot.errors import DriverError
+from attnres_aot.runtime.driver import INVALID_CONTEXT, Current, Driver
+from attnres_aot.runtime.library import LoadedKernel
+from attnres_aot.runtime.torch_device import TorchDevice
+
+KIND_FORMATS = {"pointer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
+"""How each kind of parameter is packed."""
+
+_WORD = 8
+_CONFIG = struct.Struct("<7I4xQQI")  # grid, block, shared memory; stream; attributes; their number
+_STREAM_WORD = 32 // _WORD
+_ATTRIBUTES_OFFSET = 40
+_EXTRA_AT, _SIZE_AT, _ATTRIBUTES_AT, _PARAMETERS_AT = 64, 104, 112, 256
+_EXTRA = struct.Struct("<5Q")
+_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+_ATTRIBUTE_BYTES = 72
+_CLUSTER = struct.Struct("<I4x3I")
+_FLAG = struct.Struct("<I4xi")
+_CLUSTER_DIMENSION, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
+
+
+class Slot:
+    """One block of launch memory, used by one launch at a time."""
+
+    __slots__ = ("call", "pointers", "stream", "words")
+
+    def __init__(self, template: bytes, attribute_count: int, parameter_bytes: int, launch: Any, function: Any) -> None:
+        memory = bytearray(template)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        struct.pack_into("<QI", memory, _ATTRIBUTES_OFFSET, address + _ATTRIBUTES_AT, attribute_count)
+        size_at = address + _SIZE_AT
+        _EXTRA.pack_into(memory, _EXTRA_AT, _BUFFER_POINTER, address + _PARAMETERS_AT, _BUFFER_SIZE, size_at, _END)
+        struct.pack_into("<Q", memory, _SIZE_AT, parameter_bytes)
+        self.words = memoryview(memory).cast("Q")
+        self.call: Callable[[], int] = partial(
+            launch, ctypes.c_void_p(address), function, None, ctypes.c_void_p(address + _EXTRA_AT)
+        )
+        self.pointers: tuple[int, ...] = ()
+        self.stream = 0
+
+
+class Plan:
+    """Launches of one kernel for one geometry of operands.
+
+    `accepts` tells whether tensors have that geometry.
+    """
+
+    __slots__ = (
+        "_check",
+        "_current",
+        "_device",
+        "_driver",
+        "_idle",
+        "_make_slot",
+        "_ordinal",
+        "_pointer_words",
+        "_stream",
+        "_what",
+        "accepts",
+    )
+
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        kernel: LoadedKernel,
+        device: TorchDevice,
+        constants: Mapping[str, int | float],
+        pointers: tuple[str, ...],
+        rows: int,
+        pdl: bool,
+        accepts: Callable[..., bool],
+        check: Callable[[tuple[int, ...]], None] | None,
+        what: str,
+    ) -> None:
+        """Packs everything that stays.
+
+        Args:
+          driver: the opened driver.
+          kernel: what to launch.
+          device: where.
+          constants: arguments that stay, by parameter name.
+          pointers: names of the parameters whose values are given with each launch, in the order given.
+          rows: rows of each launch, at least 1.
+          pdl: launch with programmatic stream serialization.
+          accepts: tells whether tensors have the geometry that the constants describe.
+          check: raises if pointers cannot be launched; None trusts them.
+          what: names the launch in errors.
+        """
+        offsets = {param.name: param.offset for param in kernel.params}
+        template, attribute_count = _template(kernel, constants, rows, pdl=pdl)
+        size = len(template) - _PARAMETERS_AT
+        self._make_slot = partial(Slot, template, attribute_count, size, driver.lib.cuLaunchKernelEx, kernel.function)
+        self._pointer_words = tuple((_PARAMETERS_AT + offsets[name]) // _WORD for name in pointers)
+        self._idle: list[Slot] = []
+        self._driver, self._device = driver, device
+        self._stream, self._ordinal, self._current = device.stream, device.ordinal, device.current
+        self._check, self._what = check, what
+        self.accepts = accepts
+
+    def launch(self, pointers: tuple[int, ...]) -> None:
+        """Launches on the current stream of the device.
+
+        Args:
+          pointers: device addresses, in the order of the constructor's `pointers`.
+
+        Raises:
+          OperandError: checks are on and an address is unaligned, or operands overlap.
+          DriverError: the driver refused the launch.
+        """
+        try:
+            slot = self._idle.pop()
+        except IndexError:
+            slot = self._make_slot()
+        if slot.pointers != pointers:
+            if self._check is not None:
+                self._check(pointers)
+            words = slot.words
+            for word, pointer in zip(self._pointer_words, pointers):  # noqa: B905 - equal by construction; strict costs time
+                words[word] = pointer
+            slot.pointers = pointers
+        stream = self._stream(self._ordinal)
+        if slot.stream != stream:
+            slot.words[_STREAM_WORD] = stream
+            slot.stream = stream
+        if self._current is None or self._current() == self._ordinal:
+            status = slot.call()
+        else:
+            status = self._launch_elsewhere(slot)
+        if status:
+            self._recover(slot, status)
+        self._idle.append(slot)
+
+    def _launch_elsewhere(self, slot: Slot) -> int:
+        """Launches while another device is current."""
+        with Current(self._driver, self._ordinal):
+            return slot.call()
+
+    def _recover(self, slot: Slot, status: int) -> None:
+        """Launches again if all that was missing is a context on this thread; otherwise raises."""
+        lib = self._driver.lib
+        if status == INVALID_CONTEXT:
+            found = ctypes.c_void_p()
+            if lib.cuCtxGetCurrent(ctypes.byref(found)) == 0 and not found.value:
+                lib.cuCtxSetCurrent(self._driver.context(self._ordinal))
+                status = slot.call()
+        if status:
+            raise self._refused(status)
+
+    def _refused(self, status: int) -> DriverError:
+        return self._driver.error(status, f"launch {self._what} on {self._device.device}")
+
+
+class NoPlan:
+    """Stands in for a plan: accepts no tensors and launches nothing."""
+
+    __slots__ = ()
+
+    def accepts(self, *_: torch.Tensor) -> bool:
+        """Returns False."""
+        return False
+
+    def launch(self, pointers: tuple[int, ...]) -> None:
+        """Does nothing."""
+
+
+Launcher = Plan | NoPlan
+"""What a launch goes through."""
+UNBOUND = NoPlan()
+"""Stands in before the first plan."""
+NOTHING_TO_DO = NoPlan()
+"""Stands in where there is nothing to launch."""
+
+
+def _template(kernel: LoadedKernel, constants: Mapping[str, int | float], rows: int, *, pdl: bool) -> tuple[bytes, int]:
+    """Returns launch memory without addresses, and the number of launch attributes in it."""
+    image = kernel.image
+    end = max((param.offset + param.size for param in kernel.params), default=0)
+    memory = bytearray(_PARAMETERS_AT + -(-end // _WORD) * _WORD)
+    grid = image.cluster * -(-rows // image.rows_per_cluster)
+    _CONFIG.pack_into(memory, 0, grid, 1, 1, image.block_threads, 1, 1, image.smem_dynamic_bytes, 0, 0, 0)
+    _CLUSTER.pack_into(memory, _ATTRIBUTES_AT, _CLUSTER_DIMENSION, image.cluster, 1, 1)
+    if pdl:
+        _FLAG.pack_into(memory, _ATTRIBUTES_AT + _ATTRIBUTE_BYTES, _PDL, 1)
+    for param in kernel.params:
+        value = constants.get(param.name, 0)
+        struct.pack_into(KIND_FORMATS[param.kind], memory, _PARAMETERS_AT + param.offset, value)
+    return bytes(memory), 2 if pdl else 1

@@ -1,0 +1,123 @@
+"""The weights of one consumer and its epsilons, as given and as read off a model's layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from attnres_aot.errors import OperandError, UsageError
+from attnres_aot.runtime.operands import vector_problems
+from attnres_aot.variants import ConsumerKey
+
+_BACKBONE = ("output_attn_res_norm", "output_attn_res_proj", "norm", "num_attn_res_blocks")
+_LAYER = (
+    "self_attention_res_norm",
+    "self_attention_res_proj",
+    "input_layernorm",
+    "prev_valid_blocks",
+    "block_write_idx",
+    "is_block_write_layer",
+)
+
+
+class AttnResWeights(NamedTuple):
+    """Weights of a consumer: three contiguous bf16 tensors of H elements."""
+
+    norm: torch.Tensor
+    """[H]: weight of the norm under the logits."""
+    query: torch.Tensor
+    """[H] or [1, H]: the projection that gives the logits."""
+    out_norm: torch.Tensor
+    """[H]: weight of the output norm."""
+
+
+class Target(NamedTuple):
+    """What a layer or backbone says about its consumer."""
+
+    weights: AttnResWeights
+    """Weights."""
+    key: ConsumerKey
+    """Which consumer."""
+    eps: tuple[float, float]
+    """Epsilons under the logits and of the output norm."""
+
+
+def check_weights(weights: Sequence[Any], hidden: int) -> AttnResWeights:
+    """Returns the weights as [H] tensors that keep their memory alive even if a parameter's data is replaced.
+
+    Raises:
+      OperandError: one line for every problem.
+    """
+    if len(weights) != len(AttnResWeights._fields):
+        raise OperandError(f"weights hold {len(weights)} tensors; (norm, query, out_norm) are wanted")
+    problems = []
+    kept = []
+    for name, tensor in zip(AttnResWeights._fields, weights, strict=True):
+        vector = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+        if name == "query" and isinstance(vector, torch.Tensor) and vector.shape == (1, hidden):
+            vector = vector[0]
+        problems += vector_problems(f"weights.{name}", vector, (hidden,), torch.bfloat16)
+        kept.append(vector)
+    if not problems and len({tensor.device for tensor in kept}) > 1:
+        problems.append(f"the weights are on {', '.join(str(tensor.device) for tensor in kept)}; one device is wanted")
+    if problems:
+        raise OperandError("\n".join(problems))
+    return AttnResWeights(*kept)
+
+
+def check_eps(eps: float | tuple[float, float]) -> tuple[float, float]:
+    """Returns (eps, out_eps) from one number for both or a pair.
+
+    Raises:
+      OperandError: not one or two finite numbers of at least 0.
+    """
+    pair: tuple[Any, ...] = eps if isinstance(eps, tuple) else (eps, eps)
+    if len(pair) != 2 or not all(map(_is_epsilon, pair)):
+        raise OperandError(
+            f"eps is {eps!r}; a finite number of at least 0, or a pair (eps, out_eps) of them, is wanted"
+        )
+    return float(pair[0]), float(pair[1])
+
+
+def read_target(layer: Any, *, final: bool, has_delta: bool | None) -> Target:
+    """Reads weights, key and epsilons off a decoder layer, or off the backbone for the consumer at its end.
+
+    Args:
+      layer: a decoder layer, or with `final` the backbone.
+      final: read the backbone's output consumer.
+      has_delta: whether the source is added to the prefix; None: wherever there is something before it (nb > 0).
+
+    Raises:
+      UsageError: attributes are missing; names all of them.
+    """
+    places = _BACKBONE if final else _LAYER
+    res_norm, proj, out_norm, nb_name, *_ = places
+    wanted = [f"{res_norm}.weight", f"{res_norm}.variance_epsilon", f"{proj}.weight"]
+    wanted += [f"{out_norm}.weight", f"{out_norm}.variance_epsilon", *places[3:]]
+    missing = [path for path in wanted if _attribute(layer, path) is None]
+    if missing:
+        raise UsageError(
+            f"{type(layer).__name__} cannot be read as a {'backbone' if final else 'decoder layer'}: it has no "
+            f"{', '.join(missing)}; give {'the module that ends the model' if final else 'a decoder layer'}, or build "
+            "PreparedAttnRes(weights, key, eps) from its parts"
+        )
+    nb = int(getattr(layer, nb_name))
+    write = int(layer.block_write_idx) if not final and layer.is_block_write_layer else None
+    key = ConsumerKey(nb=nb, has_delta=nb > 0 if has_delta is None else has_delta, write=write, final=final)
+    tensors = [_attribute(layer, f"{name}.weight") for name in (res_norm, proj, out_norm)]
+    eps = [float(_attribute(layer, f"{name}.variance_epsilon")) for name in (res_norm, out_norm)]
+    return Target(AttnResWeights(*tensors), key, (eps[0], eps[1]))
+
+
+def _attribute(layer: Any, path: str) -> Any:
+    """Returns an attribute of an attribute; None where there is none."""
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer
+
+
+def _is_epsilon(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
