@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.build.image import FinishedImage
-from attnres_aot.build.keys import PACKAGE_COMPONENT, BuildFacts, WantedImage
+from attnres_aot.build.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, WantedImage
 from attnres_aot.build.store import ImageStore
 from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.bundle_writer import work_folder
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import ImageRecord, Manifest
-
-_LAUNCH_FIELDS = {"cluster": "cluster", "threads": "block_threads", "rows_per_cluster": "rows_per_cluster"}
 
 
 class Source(enum.Enum):
@@ -93,7 +91,7 @@ def _step(wanted: WantedImage, record: ImageRecord | None, inventory: Inventory,
 
 
 def _from_bundle(bundle: Bundle, record: ImageRecord, wanted: WantedImage) -> FinishedImage:
-    for constant, field in _LAUNCH_FIELDS.items():
+    for constant, field in LAUNCH_FIELDS.items():
         asked, found = wanted.launch.get(constant), getattr(record, field)
         if asked is not None and asked != found:
             raise BundleError(f"its manifest entry was changed: {field} is {found}, compiled was {asked}")

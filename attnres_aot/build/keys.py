@@ -20,6 +20,13 @@ from attnres_aot.variants import ConsumerSpec
 
 DEFAULT_COMPILER = "attnres_aot.compiler"
 """Module that compiles images."""
+LAUNCH_FIELDS = {
+    "cluster": "cluster",
+    "threads": "block_threads",
+    "rows_per_cluster": "rows_per_cluster",
+    "smem_dynamic_bytes": "smem_dynamic_bytes",
+}
+"""Launch constant -> the field of a manifest's image record that holds it."""
 PACKAGE_COMPONENT = "attnres-aot"
 """Name under which a manifest records this package's own version."""
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from attnres_aot.build.pool import JobFailure
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
 
@@ -72,38 +74,29 @@ class PlainProgress:
 
 
 class BarProgress:
-    """A progress bar with the images in work and the time left."""
+    """A progress bar with the images in work and the time left, anew for each bundle."""
 
     def __init__(self, stream: TextIO) -> None:
         """Draws on the terminal `stream`."""
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
 
         self._console = Console(file=stream, highlight=False)
-        self._bar = RichProgress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-            transient=True,
-        )
+        self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         self._at_work: list[str] = []
 
     def begin(self, bundle: str, to_compile: int, reused: int) -> None:
         """Shows the bar."""
         self._console.print(opening(bundle, to_compile, reused), markup=False)
+        self._at_work = []
         if to_compile:
+            self._bar = _new_bar(self._console)
             self._task = self._bar.add_task("starting the compiler", total=to_compile)
             self._bar.start()
 
     def started(self, image: str) -> None:
         """Shows the image among those in work."""
-        self._at_work.append(image)
+        self._at_work = [*(name for name in self._at_work if name != image), image]
         self._update(advance=0)
 
     def finished(self, image: str, seconds: float) -> None:
@@ -118,15 +111,33 @@ class BarProgress:
 
     def end(self) -> None:
         """Takes the bar away."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
 
     def _remove(self, image: str) -> None:
         self._at_work = [name for name in self._at_work if name != image]
         self._update(advance=1)
 
     def _update(self, advance: int) -> None:
-        if self._task is not None:
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=advance, description=", ".join(self._at_work))
+
+
+def _new_bar(console: Console) -> RichProgress:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+    )
 
 
 def opening(bundle: str, to_compile: int, reused: int) -> str:
@@ -134,6 +145,7 @@ def opening(bundle: str, to_compile: int, reused: int) -> str:
     return f"{bundle}: {to_compile} image{'s' * (to_compile != 1)} to compile, {reused} reused"
 
 
-def choose_progress(stream: TextIO = sys.stderr) -> Progress:
-    """Returns the bar for a terminal, plain lines for anything else."""
+def choose_progress(stream: TextIO | None = None) -> Progress:
+    """Returns the bar for a terminal, plain lines for anything else; standard error when no stream is given."""
+    stream = stream or sys.stderr
     return BarProgress(stream) if stream.isatty() else PlainProgress(stream)

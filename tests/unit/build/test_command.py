@@ -1,0 +1,179 @@
+"""`attnres-aot build` as it is called: exit statuses, what goes to which stream, and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from attnres_aot.bundle import read_bundle
+from attnres_aot.cli import build_command, main
+
+CONFIG = """\
+name: tiny
+model: {hidden_size: 1024, layers: 2, block_size: 1, leading_dense_layers: 0}
+mailbox: {capacity: 4, slots: [1]}
+variants: {ring: false, aux: false, stats: false}
+deployments:
+  - {tp: 2, dcp: 1, attn_stats: "", attn_stats_blocks: ""}
+  - {tp: 4, dcp: 1, attn_stats: "", attn_stats_blocks: ""}
+"""
+
+
+@pytest.fixture
+def cli(tmp_path, compiler, trusting, facts, monkeypatch, capfd):
+    """Runs `attnres-aot build` and returns (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build_command, "gather_facts", lambda: facts)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    Path("tiny.yaml").write_text(CONFIG)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(["build", "--config", "tiny.yaml", "--jobs", "2", *arguments])
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_building_says_what_was_done_and_building_again_that_nothing_was(cli):
+    status, out, err = cli("--arch", "sm_90")
+    assert status == 0
+    assert "artifacts/tiny-sm_90: 5 variants, 5 images (5 compiled, 0 reused)" in out
+    assert "with 2 jobs; the images' own compile times add up to 1.2 s; peak memory" in out
+    assert err.splitlines()[0] == "tiny-sm_90: 5 images to compile, 0 reused"
+    assert "[ 5/5] " in err.splitlines()[-1]
+    status, out, err = cli("--arch", "sm_90")
+    assert (status, err) == (0, "")
+    assert out.startswith("artifacts/tiny-sm_90: unchanged (5 images, ")
+
+
+def test_several_archs_make_several_bundles(cli):
+    status, out, _ = cli("--arch", "sm_90", "--arch", "sm_100a,sm_120", "--out", "deep/out")
+    assert status == 0
+    assert sorted(path.name for path in Path("deep/out").iterdir()) == ["tiny-sm_100a", "tiny-sm_120", "tiny-sm_90"]
+    assert read_bundle("deep/out/tiny-sm_100a").manifest.arch.requested == "sm_100a"
+    assert out.count("5 compiled") == 3
+
+
+def test_json_is_all_that_stdout_gets(cli):
+    status, out, err = cli("--arch", "sm_90", "--json")
+    (bundle,) = json.loads(out)["bundles"]
+    assert status == 0
+    assert bundle["status"] == "built"
+    assert bundle["path"] == "artifacts/tiny-sm_90"
+    assert len(bundle["compiled"]) == bundle["images"] == 5
+    assert bundle["compile_seconds"] == 1.25
+    assert bundle["peak_memory_bytes"] > 1_000_000
+    assert "[ 5/5]" in err
+
+
+def test_failures_are_listed_at_the_end_with_the_compilers_words(cli, compiler):
+    compiler.behave_at({"h1024-nb0": "segv", "h1024-nb1": "raise"})
+    status, out, err = cli("--arch", "sm_90", "--keep-going")
+    assert (status, out) == (1, "")
+    listed = err[err.index("artifacts/tiny-sm_90: 2 images of 5 failed:") :].splitlines()
+    assert listed[1] == "  h1024-nb0: the worker was killed by signal 11 (SIGSEGV), 2 times in a row"
+    assert "  h1024-nb1: ValueError: register allocation failed" in listed
+    assert "    | chatter of the compiler on stdout" in listed
+    assert listed[-1] == "The images that did compile are kept for the next build; no bundle was written."
+    assert not Path("artifacts/tiny-sm_90").exists()
+
+
+def test_chatter_of_the_compiler_stays_hidden_when_all_is_well(cli):
+    _, out, err = cli("--arch", "sm_90")
+    assert "compiling" not in out + err
+
+
+def test_failures_as_json(cli, compiler):
+    compiler.behave_at({"h1024-nb1": "raise"})
+    status, out, _ = cli("--arch", "sm_90", "--keep-going", "--json")
+    (bundle,) = json.loads(out)["bundles"]
+    assert (status, bundle["status"]) == (1, "failed")
+    assert [failure["name"] for failure in bundle["failures"]] == ["h1024-nb1"]
+
+
+@pytest.mark.parametrize(("flags", "archs"), [((), 1), (("--keep-going",), 2)], ids=["stop", "keep-going"])
+def test_a_failed_arch_stops_the_next_unless_asked_to_keep_going(flags, archs, cli, compiler):
+    compiler.behave_at({"h1024-nb1": "raise"})
+    status, out, _ = cli("--arch", "sm_90,sm_100", "--json", *flags)
+    assert status == 1
+    assert len(json.loads(out)["bundles"]) == archs
+
+
+def test_a_hanging_image_is_given_up_after_the_time_limit(cli, compiler):
+    compiler.behave_at({"h1024-nb1": "hang"})
+    status, _, err = cli("--arch", "sm_90", "--time-limit", "1")
+    assert status == 1
+    assert "h1024-nb1: took more than the time limit of 1 s; the worker was killed" in err
+
+
+def test_a_dry_run_says_what_would_be_done_and_why(cli, compiler):
+    status, out, _ = cli("--arch", "sm_90", "--dry-run")
+    assert status == 0
+    assert out.splitlines()[:3] == [
+        "artifacts/tiny-sm_90: 5 images to compile, 0 to reuse",
+        "  compile 5 images: there is no bundle yet",
+        "    h1024-nb0",
+    ]
+    assert compiler.calls == []
+    assert not Path("artifacts").exists()
+    cli("--arch", "sm_90")
+    Path("artifacts/tiny-sm_90/h1024-nb1.cubin").unlink()
+    _, out, _ = cli("--arch", "sm_90", "--dry-run")
+    assert out.splitlines() == [
+        "artifacts/tiny-sm_90: 1 image to compile, 4 to reuse",
+        "  compile 1 image: artifacts/tiny-sm_90/h1024-nb1.cubin: the file is missing; rebuild the bundle",
+        "    h1024-nb1",
+        "  reuse 4 images of the existing bundle",
+    ]
+    cli("--arch", "sm_90")
+    _, out, _ = cli("--arch", "sm_90", "--dry-run", "--json")
+    (bundle,) = json.loads(out)["bundles"]
+    assert bundle["unchanged"] is True
+    assert {image["action"] for image in bundle["images"]} == {"reuse"}
+    _, out, _ = cli("--arch", "sm_90", "--dry-run")
+    assert out.splitlines()[0] == "artifacts/tiny-sm_90: nothing to do"
+
+
+def test_a_part_is_refused_where_the_whole_is_and_built_elsewhere(cli):
+    cli("--arch", "sm_90")
+    status, _, err = cli("--arch", "sm_90", "--only", "nb1*")
+    assert status == 1
+    assert err.startswith("error: this part of the plan would replace 'artifacts/tiny-sm_90' and lose 3 variants")
+    assert cli("--arch", "sm_90", "--only", "nb1*", "--dry-run")[0] == 1
+    assert cli("--arch", "sm_90", "--only", "nb1*", "--out", "part")[0] == 0
+    assert [variant.name for variant in read_bundle("part/tiny-sm_90").manifest.variants] == ["nb1-delta-write1", "nb1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--arch is missing; choose one or more from sm_90"),
+        (("--arch", "sm_91"), "no bundle can be built for 'sm_91'"),
+        (("--arch", "sm_90", "--jobs", "0"), "0 is not in the range x>=1"),
+        (("--arch", "sm_90", "--time-limit", "0"), "0.0 is not in the range x>0"),
+        (("--arch", "sm_90", "--tp", "3"), "no deployment has tp=3"),
+        (("--arch", "sm_90", "--config", "none.yaml"), "none.yaml"),
+        (("--arch", "sm_90", "--outt", "x"), "--outt"),
+    ],
+    ids=["no-arch", "unknown-arch", "no-jobs", "no-time", "unknown-tp", "no-config", "misspelt"],
+)
+def test_misuse_has_status_2_and_starts_nothing(arguments, message, cli, compiler):
+    status, out, err = cli(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert compiler.calls == []
+
+
+def test_the_end_of_a_ci_job_is_an_interruption():
+    with pytest.raises(KeyboardInterrupt):
+        build_command._interrupt(signal.SIGTERM, None)
+
+
+def test_cores_that_the_process_may_use_are_counted(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert build_command.usable_cores() == 2

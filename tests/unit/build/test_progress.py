@@ -1,0 +1,92 @@
+"""What a person sees of a build: lines in a log, a bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from attnres_aot.build.pool import JobFailure
+from attnres_aot.build.progress import BarProgress, PlainProgress, Progress, choose_progress
+
+FAILURE = JobFailure(name="h1024-nb2", reason="ValueError: [no] registers", output="chatter")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def play(progress: Progress) -> None:
+    progress.begin("tiny-sm_90", 12, 3)
+    progress.started("h1024-nb1")
+    progress.started("h1024-nb2")
+    progress.finished("h1024-nb1", 0.412)
+    progress.failed(FAILURE)
+    progress.end()
+
+
+def test_a_log_gets_one_line_per_image():
+    stream = io.StringIO()
+    play(PlainProgress(stream))
+    assert stream.getvalue().splitlines() == [
+        "tiny-sm_90: 12 images to compile, 3 reused",
+        "[  1/12] h1024-nb1 0.41 s",
+        "[  2/12] FAILED h1024-nb2: ValueError: [no] registers",
+    ]
+
+
+def test_each_bundle_is_counted_from_one():
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    play(progress)
+    play(progress)
+    assert stream.getvalue().count("[  1/12]") == 2
+
+
+def test_a_terminal_gets_a_bar_with_the_images_in_work_and_the_time_left(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = BarProgress(stream)
+    progress.begin("tiny-sm_90", 12, 0)
+    progress.started("h1024-nb1")
+    progress.started("h1024-nb2")
+    progress._bar.refresh()
+    assert "h1024-nb1, h1024-nb2" in stream.getvalue()
+    assert "0/12" in stream.getvalue()
+    assert "left" in stream.getvalue()
+    progress.finished("h1024-nb1", 0.4)
+    progress.failed(FAILURE)
+    before = len(stream.getvalue())
+    progress._bar.refresh()
+    assert "2/12" in stream.getvalue()[before:]
+    assert "FAILED h1024-nb2: ValueError: [no] registers" in stream.getvalue()
+    progress.end()
+
+
+def test_a_second_bundle_gets_a_bar_of_its_own(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = BarProgress(stream)
+    play(progress)
+    before = len(stream.getvalue())
+    progress.begin("tiny-sm_100", 7, 0)
+    progress._bar.refresh()
+    assert "0/7" in stream.getvalue()[before:]
+    assert "2/12" not in stream.getvalue()[before:]
+    progress.end()
+
+
+def test_nothing_to_compile_shows_no_bar():
+    stream = Terminal()
+    progress = BarProgress(stream)
+    progress.begin("tiny-sm_90", 0, 3)
+    progress.end()
+    assert stream.getvalue().strip() == "tiny-sm_90: 0 images to compile, 3 reused"
+
+
+@pytest.mark.parametrize(("stream", "kind"), [(Terminal(), BarProgress), (io.StringIO(), PlainProgress)])
+def test_the_stream_decides(stream, kind):
+    assert isinstance(choose_progress(stream), kind)
