@@ -176,6 +176,25 @@ def test_a_binary_with_its_digest_updated_is_still_found(bundle, cubin):
         assert part in text
 
 
+def test_dynamic_shared_memory_for_a_binary_without_any_is_found(make_bundle, cubin):
+    """Found from the binary alone, whatever sources the bundle was built from."""
+    bundle, other = make_bundle(sources="0" * 64), cubin("wide")
+    bundle.image_path(1).write_bytes(other)
+    record = {
+        "symbol": "wide",
+        "sha256": hashlib.sha256(other).hexdigest(),
+        "size": len(other),
+        "registers": 32,
+        "smem_static_bytes": 0,
+        "pdl": False,
+    }
+    bundle.edit(image(**record))
+    assert verify_bundle(bundle.path).ok
+    bundle.edit(image(smem_dynamic_bytes=16))
+    (problem,) = verify_bundle(bundle.path).problems
+    assert "smem_dynamic_bytes: the manifest says 16, the binary uses no shared memory" in problem
+
+
 def flip(bundle) -> None:
     data = bytearray(bundle.image_path().read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,0 +1,94 @@
+"""`docs/bundle_format.md` describes the records as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from pathlib import Path
+
+import pytest
+
+from attnres_aot import abi, manifest, manifest_check
+from attnres_aot.bundle import MAX_MANIFEST_BYTES
+
+PAGE = (Path(__file__).parents[3] / "docs" / "bundle_format.md").read_text()
+SCALARS = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
+RECORDS = [
+    manifest.Manifest,
+    manifest.ArchRecord,
+    manifest.ModelRecord,
+    manifest.MailboxRecord,
+    manifest.TableRecord,
+    abi.Param,
+    manifest.ImageRecord,
+    manifest.VariantRecord,
+    manifest.Choice,
+]
+
+
+def table_under(heading: str) -> list[list[str]]:
+    """Returns the cells of the first table after a heading, without the table's own heading."""
+    body = re.split(r"^#+ ", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("|")]
+    return rows[2:]
+
+
+def written(hint: object) -> str:
+    """Writes a type as the page does."""
+    if hint in SCALARS:
+        return SCALARS[hint]
+    if dataclasses.is_dataclass(hint):
+        return hint.__name__
+    args = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return " or ".join(map(written, args))
+    if typing.get_origin(hint) is dict:
+        return f"object of {written(args[1])}"
+    if args[-1] is Ellipsis:
+        return f"list of {written(args[0])}"
+    return f"[{', '.join(map(written, args))}]"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_the_page_lists_every_field_with_its_type(record):
+    hints = typing.get_type_hints(record)
+    expected = [[f"`{field.name}`", written(hints[field.name])] for field in dataclasses.fields(record)]
+    rows = table_under(record.__name__)
+    assert [row[:2] for row in rows] == expected
+    assert all(len(row) == 3 and row[2].endswith(".") for row in rows)
+
+
+def test_no_record_of_the_manifest_is_left_out():
+    defined = {
+        value for value in vars(manifest).values() if dataclasses.is_dataclass(value) and isinstance(value, type)
+    }
+    assert defined == set(RECORDS)
+
+
+def test_the_page_lists_every_consumer_parameter_in_order():
+    rows = table_under("Parameters of a consumer")
+    assert [row[:2] for row in rows] == [[f"`{param.name}`", param.kind] for param in abi.CONSUMER_PARAMS]
+
+
+def test_the_page_lists_every_kind_with_its_size():
+    (kind,) = (row[2] for row in table_under("Param") if row[0] == "`kind`")
+    sizes = re.findall(r"`(\w+)` \((\d+)", kind)
+    assert {name: int(size) for name, size in sizes} == abi.KIND_BYTES
+
+
+def test_the_page_names_the_schema_and_the_limits():
+    assert PAGE.startswith(f"# The bundle format, schema {manifest.SCHEMA}\n")
+    assert f"at most {manifest_check.MAX_NAME_CHARS} characters" in PAGE
+    assert f"at most {MAX_MANIFEST_BYTES >> 20} MiB" in PAGE
+    assert f"at most {manifest_check.MAX_IMAGE_BYTES >> 20} MiB" in PAGE
+
+
+def test_a_real_manifest_has_the_form_that_the_page_promises(bundle):
+    data = bundle.manifest_path.read_bytes()
+    assert data == (json.dumps(json.loads(data), indent=1, sort_keys=True) + "\n").encode("ascii")
+    assert sorted(path.name for path in bundle.path.iterdir()) == sorted(
+        [manifest.MANIFEST_NAME, *(image["file"] for image in bundle.read()["images"])]
+    )
