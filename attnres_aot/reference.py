@@ -143,12 +143,12 @@ def publish(mailbox: Tensor, slot: int, values: Tensor) -> None:
 
 
 def arm(mailbox: Tensor) -> None:
-    """Marks every word of a contiguous mailbox (or of contiguous rows of one) as empty."""
+    """Marks every word of a mailbox, or of some rows of one, as empty."""
     mailbox.view(torch.int32).fill_(ARMED_WORD)
 
 
 def is_armed(mailbox: Tensor) -> Tensor:
-    """Tells per 32-bit word of a contiguous mailbox whether it is empty; the last dimension is halved."""
+    """Tells per 32-bit word of a mailbox, or of some rows of one, whether it is empty; the last dimension is halved."""
     return mailbox.view(torch.int32) == ARMED_WORD
 
 

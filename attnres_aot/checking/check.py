@@ -48,7 +48,9 @@ def judge(prepared: Prepared) -> Verdict:
     comparison = _compare_out(out, expected, defined, limit)
     wanted = expected_memory(prepared)
     memory_differs = (prepared.arena.words != wanted.words).any()
-    error = (out.double() - expected.exact)[typical].norm() / expected.exact[typical].norm()
+    error, size = (
+        torch.where(typical[:, None], values, 0.0).norm() for values in (out.double() - expected.exact, expected.exact)
+    )
     numbers = torch.stack(
         [
             memory_differs.double(),
@@ -56,7 +58,7 @@ def judge(prepared: Prepared) -> Verdict:
             comparison.wrong.any().double(),
             comparison.distance.masked_fill(comparison.excused, 0).amax().double(),
             comparison.excused.sum().double(),
-            error,
+            error / size,
         ]
     ).tolist()
     relative_error = numbers[5] if any(f.typical for f in prepared.bank.families[prepared.rows]) else None
@@ -93,8 +95,8 @@ def expected_memory(prepared: Prepared) -> Arena:
         views.aux.copy_(updated)
     if variant.key.write is not None:
         views.blocks[:, variant.key.write].copy_(updated)
-    for slot in range(variant.slots):
-        reference.arm(views.source[slot, : prepared.case.rows])
+    if variant.slots:
+        reference.arm(views.source[:, : prepared.case.rows])
     views.out.copy_(actual.out)
     return wanted
 

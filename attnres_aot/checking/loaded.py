@@ -19,10 +19,11 @@ SPIN_BUDGET = 1 << 22
 
 
 class LoadedConsumer:
-    """Launches cases from a bundle on one GPU."""
+    """Launches cases from a bundle on one GPU, which `device_name` names."""
 
     def __init__(self, loaded: LoadedBundle) -> None:
         self.loaded = loaded
+        self.device_name = torch.cuda.get_device_name(loaded.device.device)
 
     @classmethod
     def open(cls, path: str | None, device: str | None = None) -> LoadedConsumer:
@@ -43,11 +44,6 @@ class LoadedConsumer:
     def device(self) -> torch.device:
         """The GPU."""
         return self.loaded.device.device
-
-    @property
-    def device_name(self) -> str:
-        """What the GPU is called."""
-        return torch.cuda.get_device_name(self.device)
 
     def launch(self, case: Case, views: Views) -> None:
         """Binds and launches `case` once, the safe way (no programmatic dependent launch)."""

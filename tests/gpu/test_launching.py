@@ -224,7 +224,7 @@ def test_a_ring_waits_for_late_publishers(name, choose, consumer, banks):
     publisher.synchronize()
     for _ in range(20):
         refill(prepared)
-        reference.arm(source[:, :rows]) if source.shape[0] == 1 else [reference.arm(slot[:rows]) for slot in source]
+        reference.arm(source[:, :rows])
         torch.cuda.synchronize(consumer.device)
         with torch.cuda.stream(waiter):
             launch()
@@ -296,6 +296,7 @@ banks = draw_banks(consumer.bundle.manifest.model.hidden, 64, 1, consumer.device
 case = Case(variant=parse_variant(sys.argv[1]), rows=3, layout=DENSE, eps=1e-5, out_eps=1e-5, steep=False, start=0)
 prepared = prepare(case, banks)
 launch = consumer.bind(case, prepared.arena.views)
+prepared.arena.words.add_(0)
 torch.cuda.synchronize()
 refused = ""
 with torch.cuda.graph(torch.cuda.CUDAGraph()):
