@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -258,8 +259,6 @@ def test_a_reused_image_is_proven_again(tiny, path, compiler, monkeypatch):
     bad = b"BAD, with a manifest to match"
     manifest = json.loads((path / "manifest.json").read_text())
     image = next(each for each in manifest["images"] if each["name"] == "h1024-nb1")
-    import hashlib
-
     image.update(size=len(bad), sha256=hashlib.sha256(bad).hexdigest())
     (path / "manifest.json").write_text(json.dumps(manifest))
     (path / "h1024-nb1.cubin").write_bytes(bad)
@@ -296,6 +295,15 @@ def test_a_second_builder_is_refused_while_the_first_is_at_work(tiny, path, comp
         tiny()
     assert compiler.calls == []
     assert tiny().status == "built"
+
+
+def test_what_an_abandoned_build_left_goes_away_when_nothing_is_to_be_done(tiny, path, compiler, facts):
+    tiny()
+    compiler.behave_at({"h1024-nb0": "raise"})
+    tiny(facts=dataclasses.replace(facts, sources_sha256="1" * 64), keep_going=True)
+    assert work_folder(path).exists()
+    assert tiny().status == "unchanged"
+    assert [entry.name for entry in path.parent.iterdir()] == ["tiny-sm_90"]
 
 
 def test_a_full_disk_is_one_clear_error(tiny, path, monkeypatch):
