@@ -125,6 +125,7 @@ class Pool:
         self._attempts: dict[str, int] = {}
         self._seats: list[_Seat] = []
         self._started = 0
+        self._requeued = 0
         self._false_starts = 0
         self._selector = selectors.DefaultSelector()
 
@@ -231,7 +232,8 @@ class Pool:
         if job is not None:
             attempts = self._attempts[job.name]
             if attempts < self._settings.attempts:
-                heapq.heappush(self._queue, (-job.weight, -self._started, job))
+                self._requeued += 1
+                heapq.heappush(self._queue, (-job.weight, -self._requeued, job))
             else:
                 self._fail(JobFailure(name=job.name, reason=f"{what}, {attempts} times in a row", output=output))
         elif not ready:
