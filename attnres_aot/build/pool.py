@@ -12,7 +12,6 @@ Rules:
 from __future__ import annotations
 
 import base64
-import binascii
 import heapq
 import selectors
 import time
@@ -106,6 +105,16 @@ class _Seat:
     peak_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """A worker's reply to a job: an image, or the reason why there is none."""
+
+    peak_bytes: int
+    image: FinishedImage | None = None
+    seconds: float = 0.0
+    reason: str = ""
+
+
 class Pool:
     """Compiles jobs for one arch. Use `compile_all` once."""
 
@@ -192,33 +201,29 @@ class Pool:
             if replies is None:
                 self._lose(seat, f"the worker {seat.process.how_it_ended()}")
                 return
-            for reply in replies:
-                self._take(seat, reply)
-        except (ValueError, KeyError, TypeError, binascii.Error) as error:
+            read = [_read(reply, seat.job) for reply in replies]
+        except (ValueError, KeyError, TypeError) as error:
             self._lose(seat, f"the worker sent a reply that cannot be read ({error})")
+            return
+        for reply in read:
+            self._take(seat, reply)
 
-    def _take(self, seat: _Seat, reply: dict[str, Any]) -> None:
-        if reply["event"] == "ready":
+    def _take(self, seat: _Seat, reply: _Reply | None) -> None:
+        job = seat.job
+        if reply is None or job is None:
             seat.ready = True
             self._assign(seat)
             return
-        job = seat.job
-        if job is None:
-            raise ValueError(f"{reply['event']!r} without a job")
-        seat.peak_bytes = int(reply["peak_bytes"])
+        seat.peak_bytes = reply.peak_bytes
         self.peak_bytes = max(self.peak_bytes, sum(other.peak_bytes for other in self._seats))
-        if reply["event"] == "done":
-            image = decode_image(base64.b64decode(reply["image"], validate=True))
-            if image is None or image.key != job.key:
-                raise ValueError("not the image that was asked for")
-            seconds = float(reply["seconds"])
-            self.compile_seconds += seconds
+        if reply.image is None:
+            self._fail(JobFailure(name=job.name, reason=reply.reason, output=seat.process.output()))
+        else:
+            self.compile_seconds += reply.seconds
             try:
-                self._watcher.finished(job.name, image, seconds)
+                self._watcher.finished(job.name, reply.image, reply.seconds)
             except CompileError as error:
                 self._fail(JobFailure(name=job.name, reason=str(error)))
-        else:
-            self._fail(JobFailure(name=job.name, reason=str(reply["reason"]), output=seat.process.output()))
         seat.job = None
         seat.jobs_done += 1
         if not self._is_over():
@@ -267,3 +272,23 @@ class Pool:
     def _fail(self, failure: JobFailure) -> None:
         self.failures.append(failure)
         self._watcher.failed(failure)
+
+
+def _read(reply: dict[str, Any], job: Job | None) -> _Reply | None:
+    """Reads a worker's reply to `job`; None when it says that it is ready.
+
+    Raises:
+      ValueError, KeyError, TypeError: that is no reply to the job.
+    """
+    event = reply["event"]
+    if (event == "ready") != (job is None):
+        raise ValueError(f"{event!r} at the wrong time")
+    if job is None:
+        return None
+    peak_bytes = int(reply["peak_bytes"])
+    if event == "failed":
+        return _Reply(peak_bytes=peak_bytes, reason=str(reply["reason"]))
+    image = decode_image(base64.b64decode(reply["image"], validate=True))
+    if image is None or image.key != job.key:
+        raise ValueError("not the image that was asked for")
+    return _Reply(peak_bytes=peak_bytes, image=image, seconds=float(reply["seconds"]))

@@ -155,6 +155,15 @@ def test_a_refused_image_fails_its_job(run, recorder, monkeypatch):
     assert run().failures == [JobFailure(name="h1024-nb1", reason="65 registers, the budget is 64")]
 
 
+def test_a_mistake_of_the_watcher_is_not_blamed_on_the_worker(run, recorder, monkeypatch):
+    def mistaken(name, image, seconds):
+        raise KeyError(name)
+
+    monkeypatch.setattr(recorder, "finished", mistaken)
+    with pytest.raises(KeyError):
+        run()
+
+
 @pytest.mark.parametrize("how", ["raise", "exit", "segv", "hang"])
 def test_a_compiler_that_cannot_start_fails_the_build_and_says_why(how, run, compiler):
     compiler.behave(START=how)
