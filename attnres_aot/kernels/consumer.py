@@ -45,7 +45,7 @@ Rounding points: d (several slots), P, mix (final), out. Everything else is fp32
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from attnres_aot.kernels import ptx
 
@@ -85,7 +85,7 @@ class Consumer:
         self.cluster, self.threads, self.vectors = cluster, threads, vectors
         self.min_ctas_per_sm = min_ctas_per_sm
         self.warps = threads // WARP
-        self.senders = cluster * self.warps
+        self.part_stride = _round_up(self.warps, 4)
         self.inv_hidden = 1.0 / hidden
         self.row_vecs = hidden // VEC
         self.mixes = self.stats or self.nb > 0
@@ -191,11 +191,10 @@ class Consumer:
         exchanges = self._open_exchanges(tid, rank)
 
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
+        blocks_from = [_vec_address(blocks, row, blocks_row_stride, col) for col in cols]
+        block_bytes = Int64(blocks_block_stride) * 16
         vb = [
-            [
-                ptx.ld_vec_const(_vec_address(blocks, row, blocks_row_stride, col + s * blocks_block_stride))
-                for col in cols
-            ]
+            [ptx.ld_vec_const(address + block_bytes * s) for address in blocks_from]
             for s in range(self.nb)
         ]
         vw = [(ptx.ld_vec_const(_col_address(norm, c)), ptx.ld_vec_const(_col_address(query, c))) for c in cols]
@@ -216,7 +215,7 @@ class Consumer:
             source, row, cols, source_row_stride, source_slot_stride, fault, fault_tag, spin_budget
         )
         vx = _add_bf16(vp, vd) if self.has_delta else vd
-        blocks_at = [_vec_address(blocks, row, blocks_row_stride, col + write * blocks_block_stride) for col in cols]
+        blocks_at = [address + block_bytes * write for address in blocks_from]
         aux_at = [_vec_address(aux, row, aux_row_stride, col) for col in cols]
         self._store_prefix(vx, prefix_at, blocks_at, write >= 0, aux_at, aux.toint() != 0)
 
@@ -233,31 +232,34 @@ class Consumer:
     @cute.jit
     def _open_exchanges(self, tid: Int32, rank: Int32):
         """Declares shared memory, arms the mbarriers and arrives at the cluster barrier that shows them to peers."""
-        counts = [_padded(2 * self.nb) if self.nb else 0, 4 if self.mixes else 1, 1 if self.mixes else 0]
+        counts = [max(4, _padded(2 * self.nb)) if self.nb else 0, 4 if self.mixes else 1, 1 if self.mixes else 0]
         bars = cute.arch.alloc_smem(cutlass.Int64, len(counts), alignment=8)
-        floats = cute.arch.alloc_smem(Float32, self.senders * sum(counts), alignment=16)
+        sizes = [count * (self.part_stride + _round_up(self.cluster, 4)) for count in counts]
+        floats = cute.arch.alloc_smem(Float32, sum(sizes), alignment=16)
         bar, base = Int32(bars.toint()), Int32(floats.toint())
         exchanges = []
         for i, count in enumerate(counts):
-            exchanges.append((base + 4 * self.senders * sum(counts[:i]), bar + 8 * i, count, rank))
+            parts = base + 4 * sum(sizes[:i])
+            exchanges.append((count, parts, parts + 4 * count * self.part_stride, bar + 8 * i, rank, tid))
         if tid == 0:
-            for _, barrier, count, _ in exchanges:
+            for i, count in enumerate(counts):
                 if const_expr(count > 0):
-                    ptx.mbarrier_expect(barrier, 4 * self.senders * count)
+                    ptx.mbarrier_expect(bar + 8 * i, 4 * self.cluster * count)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         return exchanges
 
     def _mix_blocks(self, exchange, vb, w, eps):
         """Returns (m, l, M) over the saved blocks: logits by one exchange, softmax in every warp, M per element."""
-        count, half = exchange[2], exchange[2] // 2
+        count, half = exchange[0], exchange[0] // 2
         sums = [Float32(0.0)] * count
         for s, vecs in enumerate(vb):
             v = [element for vec in vecs for element in _unpack(vec)]
             sums[s], sums[half + s] = _dot(v, v), _dot(v, w)
         cute.arch.cluster_wait()
-        mine = self._exchange(exchange, sums)
         lane = cute.arch.lane_idx()
+        totals = self._exchange(exchange, sums)
+        mine = totals[0] if count > 4 else _pick(totals, lane)
         other = cute.arch.shuffle_sync_bfly(mine, half)
         is_square = (lane & half) == 0
         square, dot = _select(is_square, mine, other), _select(is_square, other, mine)
@@ -327,10 +329,10 @@ class Consumer:
         if self.nb == 0:
             cute.arch.cluster_wait()
         if not self.mixes:
-            square = self._exchange(exchanges[1], [_dot(x, x)])
+            (square,) = self._exchange(exchanges[1], [_dot(x, x)])
             return x, ptx.rsqrt(square * self.inv_hidden + out_eps)
-        mine = self._exchange(exchanges[1], [_dot(x, w), _dot(x, x), _dot(mean, x), _dot(mean, mean)])
-        xw, xx, mx, mm = [cute.arch.shuffle_sync(mine, i) for i in range(4)]
+        sums = [_dot(x, w), _dot(x, x), _dot(mean, x), _dot(mean, mean)]
+        xw, xx, mx, mm = self._exchange(exchanges[1], sums)
         logit = xw * ptx.rsqrt(xx * self.inv_hidden + eps)
         top = ptx.fmax(m, logit)
         a = l * ptx.exp2((m - top) * LOG2_E)
@@ -340,7 +342,7 @@ class Consumer:
         mix = [a * mean[i] + b * element for i, element in enumerate(x)]
         if self.final:
             mix = _round_bf16(mix)
-            square = self._exchange(exchanges[2], [_dot(mix, mix)])
+            (square,) = self._exchange(exchanges[2], [_dot(mix, mix)])
         else:
             terms = a * a * mm + b * b * xx
             square = self._sum_squares(exchanges[2], mix, terms, terms + 2.0 * (a * b * mx))
@@ -351,33 +353,45 @@ class Consumer:
         """Returns mix . mix: `folded`, or an exchanged sum where `folded` has cancelled against its `terms`."""
         square = folded
         if folded < terms * CANCEL:
-            square = self._exchange(exchange, [_dot(mix, mix)])
+            (square,) = self._exchange(exchange, [_dot(mix, mix)])
         return square
 
     def _exchange(self, exchange, values):
-        """Adds `values` (their count a power of two) over the cluster; lane i gets the sum of values[i % count]."""
-        buffer, barrier, count, rank = exchange
-        lane = cute.arch.lane_idx()
+        """Adds `values` (1, 4 or a larger power of two) over the row.
+
+        Returns the sums as a list of up to four, alike in all lanes; of more values, the list holds one sum, and lane
+        i has that of values[i % count].
+        """
+        count, parts, received, barrier, rank, tid = exchange
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         mine = _reduce_scatter(values, lane)
-        group = WARP // count
-        sender = rank * self.warps + cute.arch.warp_idx()
-        slot = buffer + (sender * count + lane // group) * 4
-        for first in range(0, self.cluster, group):
-            to = first + lane % group
-            ptx.st_async(slot, barrier, to, mine, Int32(to < self.cluster))
+        ptx.st_shared(parts + ((lane // (WARP // count)) * self.part_stride + warp) * 4, mine)
+        cute.arch.sync_threads()
+        packet = min(count, 4)
+        for begin in range(0, count, self.warps * packet):
+            first = begin + warp * packet
+            owned = _select(first < count, first, Int32(0))
+            sums = [self._sum_warps(parts + (owned + i) * self.part_stride * 4) for i in range(packet)]
+            sends = Int32((first < count) & (lane < self.cluster))
+            ptx.st_async(received + (rank * count + owned) * 4, barrier, lane, sums, sends)
         ptx.mbarrier_wait(barrier)
-        total = Float32(0.0)
-        for first in range(0, self.senders, group):
-            entry = first + lane // count
-            if first + group > self.senders:
-                inside = entry < self.senders
-                got = ptx.ld_shared(buffer + (_select(inside, entry, Int32(0)) * count + lane % count) * 4)
-                total = total + _select(inside, got, Float32(0.0))
-            else:
-                total = total + ptx.ld_shared(buffer + (entry * count + lane % count) * 4)
-        for offset in _offsets(WARP // 2, count):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset)
-        return total
+        if count == 1:
+            parts = []
+            for sender in range(0, self.cluster, 4):
+                parts += ptx.ld_shared_vec(received + sender * 4)[: self.cluster - sender]
+            return [_tree_sum(parts)]
+        if count == 4:
+            vecs = [ptx.ld_shared_vec(received + sender * 16) for sender in range(self.cluster)]
+            return [_tree_sum(list(column)) for column in zip(*vecs, strict=True)]
+        column = received + (lane % count) * 4
+        return [_tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])]
+
+    def _sum_warps(self, address):
+        """Adds one value's partial sums over the warps of this CTA."""
+        parts = []
+        for warp in range(0, self.warps, 4):
+            parts += ptx.ld_shared_vec(address + warp * 4)[: self.warps - warp]
+        return _tree_sum(parts)
 
 
 @cute.jit
@@ -411,6 +425,27 @@ def _reduce_scatter(values, lane):
     return total
 
 
+def _pick(values, lane):
+    """values[lane % len(values)], for a power of two of them."""
+    bit = 1
+    while len(values) > 1:
+        odd = (lane & bit) != 0
+        values = [_select(odd, b, a) for a, b in zip(values[::2], values[1::2], strict=True)]
+        bit *= 2
+    return values[0]
+
+
+def _tree_sum(parts):
+    """Adds fp32 values pairwise."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
+    return parts[0]
+
+
+def _round_up(count, multiple):
+    return -(-count // multiple) * multiple
+
+
 def _offsets(first, last=1):
     """Powers of two from `first` down to `last`; empty when first < last."""
     offsets = []
@@ -430,11 +465,11 @@ def _select(condition, yes, no):
 
 
 def _col_address(pointer, col):
-    return pointer.toint() + Int64(col) * 16
+    return pointer.toint() + Int64(Uint32(col) * 16)
 
 
 def _vec_address(pointer, row, row_stride, col):
-    return pointer.toint() + (Int64(row) * Int64(row_stride) + Int64(col)) * 16
+    return pointer.toint() + Int64(row) * Int64(row_stride) * 16 + Int64(Uint32(col) * 16)
 
 
 def _unpack(words):

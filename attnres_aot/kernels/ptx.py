@@ -127,8 +127,8 @@ def exp2(x, *, loc=None, ip=None):
 
 @dsl_user_op
 def reciprocal(x, *, loc=None, ip=None):
-    """Reciprocal rounded to nearest."""
-    return _unary("rcp.rn.f32", x, loc, ip)
+    """Reciprocal, within one unit in the last place."""
+    return _unary("rcp.approx.f32", x, loc, ip)
 
 
 @dsl_user_op
@@ -158,27 +158,37 @@ def mbarrier_expect(barrier, tx_bytes, *, loc=None, ip=None):
 def mbarrier_wait(barrier, *, loc=None, ip=None):
     """Waits until phase 0 of an mbarrier is complete; what st.async delivered to it is then visible."""
     text = (
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;"
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0;"
         " @!done bra again; }"
     )
     _asm(None, [Int32(barrier).ir_value(loc=loc, ip=ip)], text, "r,~{memory}", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def st_async(address, barrier, rank, value, enabled, *, loc=None, ip=None):
-    """Where `enabled` is nonzero, stores one fp32 at `address` in the shared memory of CTA `rank` of the cluster.
+def st_async(address, barrier, rank, values, enabled, *, loc=None, ip=None):
+    """Where `enabled` is nonzero, stores 1 or 4 fp32 at `address` in the shared memory of CTA `rank` of the cluster.
 
-    `address` and `barrier` are this CTA's own addresses of the same variables; the store counts 4 bytes on the
-    destination's barrier.
+    `address` and `barrier` are this CTA's own addresses of the same variables; the store counts its bytes on the
+    destination's barrier. Four values need a 16-byte aligned address.
     """
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, rank)]
-    operands += [Float32(value).ir_value(loc=loc, ip=ip), Int32(enabled).ir_value(loc=loc, ip=ip)]
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, rank, enabled)]
+    operands += [llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in values]
+    names = ", ".join(f"${4 + i}" for i in range(len(values)))
+    form, payload = ("v4.b32", f"{{{names}}}") if len(values) == 4 else ("b32", names)
     text = (
-        "{ .reg .pred on; .reg .b32 there, bar; setp.ne.s32 on, $4, 0;"
+        "{ .reg .pred on; .reg .b32 there, bar; setp.ne.s32 on, $3, 0;"
         " mapa.shared::cluster.u32 there, $0, $2; mapa.shared::cluster.u32 bar, $1, $2;"
-        " @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], $3, [bar]; }"
+        f" @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{form} [there], {payload}, [bar]; }}"
     )
-    _asm(None, operands, text, "r,r,r,f,r", volatile=True, loc=loc, ip=ip)
+    constraints = "r,r,r,r" + ",r" * len(values)
+    _asm(None, operands, text, constraints, volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def st_shared(address, value, *, loc=None, ip=None):
+    """Stores one fp32 to this CTA's shared memory."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "st.shared.f32 [$0], $1;", "r,f", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -186,6 +196,16 @@ def ld_shared(address, *, loc=None, ip=None):
     """Loads one fp32 from this CTA's shared memory."""
     operand = [Int32(address).ir_value(loc=loc, ip=ip)]
     return Float32(_asm(T.f32(), operand, "ld.shared.f32 $0, [$1];", "=f,r", volatile=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def ld_shared_vec(address, *, loc=None, ip=None):
+    """Loads four fp32 from a 16-byte aligned address in this CTA's shared memory."""
+    struct = llvm.StructType.get_literal([T.f32()] * 4)
+    operand = [Int32(address).ir_value(loc=loc, ip=ip)]
+    text = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    vec = _asm(struct, operand, text, "=f,=f,=f,=f,r", volatile=True, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(T.f32(), vec, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
 @dsl_user_op
