@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     )
     from attnres_aot.runtime.api import compile_consumer, load, preload, statistics_blocks, statistics_rows
     from attnres_aot.runtime.consumer import Consumer
+    from attnres_aot.runtime.fallback import Missed
     from attnres_aot.runtime.loaded import LoadedBundle
     from attnres_aot.runtime.mailbox import arm, new_mailbox
-    from attnres_aot.runtime.prepared import Missed, PreparedAttnRes
+    from attnres_aot.runtime.prepared import PreparedAttnRes
     from attnres_aot.runtime.weights import AttnResWeights
     from attnres_aot.variants import ConsumerKey, Variant, parse_variant
 
@@ -41,7 +42,7 @@ _HOMES = {
     "ConsumerKey": "variants",
     "DriverError": "errors",
     "LoadedBundle": "runtime.loaded",
-    "Missed": "runtime.prepared",
+    "Missed": "runtime.fallback",
     "OperandError": "errors",
     "PreparedAttnRes": "runtime.prepared",
     "UsageError": "errors",

@@ -107,7 +107,7 @@ def statistics_blocks(tp: int, dcp: int, bundle: LoadedBundle | None = None) -> 
     return (bundle or load()).statistics_blocks(tp, dcp)
 
 
-def compile_consumer(
+def compile_consumer(  # noqa: PLR0913, PLR0917 - the signature that callers know
     nb: int,
     delta: bool,
     write: int | None,

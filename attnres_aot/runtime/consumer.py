@@ -24,7 +24,7 @@ class Consumer:
     capacity: int
     """Rows per mailbox slot; 0 for an ordinary source."""
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 - the operands of the kernel
         self,
         source: torch.Tensor,
         prefix: torch.Tensor,
@@ -77,7 +77,6 @@ class Consumer:
         if not variant.slots:
             return prepared.run(source, prefix, blocks, out, aux)
         if source.shape[:2] != (variant.slots, self.capacity):
-            raise OperandError(
-                f"source is {list(source.shape)}; a mailbox [{variant.slots}, {self.capacity}, {self.bundle.hidden}] is wanted"
-            )
+            shape = [variant.slots, self.capacity, self.bundle.hidden]
+            raise OperandError(f"source is {list(source.shape)}; a mailbox {shape} is wanted")
         return prepared.bind_ring(source).run_ring(prefix, blocks, out, aux)

@@ -34,9 +34,9 @@ def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 def native_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     """Returns a guard that compares in native code."""
-    free = [[None] * tensor.dim() for tensor in tensors]
+    shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     guards: Any = torch._C._dynamo.guards  # noqa: SLF001 - tried out by native_guards_work
-    check: Guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free).check
+    check: Guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     return check
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,32 @@ class Slot:
         self.stream = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a plan is to launch."""
+
+    driver: Driver
+    """The opened driver."""
+    kernel: LoadedKernel
+    """The code."""
+    device: TorchDevice
+    """Where."""
+    constants: Mapping[str, int | float]
+    """Arguments that stay, by parameter name; what is not mentioned is 0."""
+    pointers: tuple[str, ...]
+    """Names of the parameters whose values come with each launch, in that order."""
+    rows: int
+    """Rows of each launch, at least 1."""
+    pdl: bool
+    """Launch with programmatic stream serialization."""
+    accepts: Callable[..., bool]
+    """Tells whether tensors have the geometry that the constants describe."""
+    check: Callable[[tuple[int, ...]], None] | None
+    """Raises if pointers cannot be launched; None trusts them."""
+    what: str
+    """Names the launch in errors."""
+
+
 class Plan:
     """Launches of one kernel for one geometry of operands.
 
@@ -82,44 +109,19 @@ class Plan:
         "accepts",
     )
 
-    def __init__(
-        self,
-        *,
-        driver: Driver,
-        kernel: LoadedKernel,
-        device: TorchDevice,
-        constants: Mapping[str, int | float],
-        pointers: tuple[str, ...],
-        rows: int,
-        pdl: bool,
-        accepts: Callable[..., bool],
-        check: Callable[[tuple[int, ...]], None] | None,
-        what: str,
-    ) -> None:
-        """Packs everything that stays.
-
-        Args:
-          driver: the opened driver.
-          kernel: what to launch.
-          device: where.
-          constants: arguments that stay, by parameter name.
-          pointers: names of the parameters whose values are given with each launch, in the order given.
-          rows: rows of each launch, at least 1.
-          pdl: launch with programmatic stream serialization.
-          accepts: tells whether tensors have the geometry that the constants describe.
-          check: raises if pointers cannot be launched; None trusts them.
-          what: names the launch in errors.
-        """
+    def __init__(self, order: Order) -> None:
+        """Packs everything that stays."""
+        kernel, device, driver = order.kernel, order.device, order.driver
         offsets = {param.name: param.offset for param in kernel.params}
-        template, attribute_count = _template(kernel, constants, rows, pdl=pdl)
+        template, attribute_count = _template(kernel, order.constants, order.rows, pdl=order.pdl)
         size = len(template) - _PARAMETERS_AT
         self._make_slot = partial(Slot, template, attribute_count, size, driver.lib.cuLaunchKernelEx, kernel.function)
-        self._pointer_words = tuple((_PARAMETERS_AT + offsets[name]) // _WORD for name in pointers)
+        self._pointer_words = tuple((_PARAMETERS_AT + offsets[name]) // _WORD for name in order.pointers)
         self._idle: list[Slot] = []
         self._driver, self._device = driver, device
         self._stream, self._ordinal, self._current = device.stream, device.ordinal, device.current
-        self._check, self._what = check, what
-        self.accepts = accepts
+        self._check, self._what = order.check, order.what
+        self.accepts = order.accepts
 
     def launch(self, pointers: tuple[int, ...]) -> None:
         """Launches on the current stream of the device.

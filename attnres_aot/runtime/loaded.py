@@ -154,7 +154,7 @@ def _check_parameters(bundle: Bundle) -> None:
             unknown = ", ".join(sorted(f"{param} ({kind})" for param, kind in found - known)) or "none"
             missing = ", ".join(sorted(f"{param} ({kind})" for param, kind in known - found)) or "none"
             raise BundleError(
-                f"{bundle.path}: parameter list {name!r} is not the one that this attnres-aot fills: unknown {unknown}; "
+                f"{bundle.path}: parameter list {name!r} is not what this attnres-aot fills: unknown {unknown}; "
                 f"missing {missing}; build the bundle again, or install the attnres-aot release that built it"
             )
 

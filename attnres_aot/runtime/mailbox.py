@@ -51,6 +51,6 @@ def mailbox_problems(mailbox: torch.Tensor, *, hidden: int) -> list[str]:
     problems = vector_problems("mailbox", mailbox, (-1, -1, hidden), torch.bfloat16)
     if not problems and (mailbox.numel() == 0 or mailbox.shape[-1] % 8):
         problems.append(
-            f"mailbox is {list(mailbox.shape)}; at least one slot, one row and a multiple of 8 elements are wanted"
+            f"mailbox is {list(mailbox.shape)}; at least one slot and row, and H a multiple of 8, are wanted"
         )
     return problems

@@ -6,7 +6,7 @@ Every problem of one call is reported together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +59,9 @@ class View:
         last = max(touched)
         return ((self.rows - 1) * self.row_stride + last * self.block_stride + self.hidden) * _ELEM_BYTES
 
-    def offsets(self, blocks: tuple[int, ...]) -> list[int]:
-        """Returns the byte offset, within a row, of each of `blocks`."""
-        return [block * self.block_stride * _ELEM_BYTES for block in blocks]
+    def offset(self, block: int) -> int:
+        """Returns the byte offset of a block within a row."""
+        return block * self.block_stride * _ELEM_BYTES
 
 
 def check_geometry(
@@ -131,9 +131,9 @@ def describe(tensor: object) -> str:
 def _problems(what: Expected, tensor: object, hidden: int, tensor_index: int, device: str) -> list[str]:
     shape = f"[rows, {hidden}]" if what.blocks is None else f"[rows, B, {hidden}]"
     rank = 2 if what.blocks is None else 3
-    wanted = None
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         return [f"{what.name} is {describe(tensor)}; a dense torch.bfloat16 tensor {shape} is wanted"]
+    wanted = None
     if tensor.dtype != torch.bfloat16:
         wanted = "torch.bfloat16"
     elif tensor.dim() != rank or tensor.shape[-1] != hidden:
@@ -142,26 +142,64 @@ def _problems(what: Expected, tensor: object, hidden: int, tensor_index: int, de
         wanted = f"a tensor on {device}"
     if wanted is not None:
         return [f"{what.name} is {describe(tensor)}; {wanted} is wanted"]
+    return _layout_problems(what, tensor)
+
+
+def _layout_problems(what: Expected, tensor: torch.Tensor) -> list[str]:
     problems = []
     if tensor.stride(-1) != 1:
         problems.append(f"{what.name} is {describe(tensor)}; its last stride must be 1")
     if what.blocks is not None and tensor.shape[1] < what.blocks:
         problems.append(f"{what.name} holds {tensor.shape[1]} blocks per row; at least {what.blocks} are wanted")
-    for dim, unit in enumerate(("rows", "blocks")[: rank - 1]):
-        stride = tensor.stride(dim)
-        if tensor.shape[dim] < 2:  # a stride that is never followed may be anything
+    for dim, unit in enumerate(("rows", "blocks")[: tensor.dim() - 1]):
+        if tensor.shape[dim] > 1:  # a stride that is never followed may be anything
+            problems += [
+                f"{what.name} has {tensor.stride(dim)} elements between {unit}; {fault}"
+                for fault in _stride_faults(tensor.stride(dim))
+            ]
+    return problems or _self_overlap(_view(what, tensor))
+
+
+def _stride_faults(stride: int) -> Iterator[str]:
+    if stride % VECTOR_ELEMS:
+        yield f"a multiple of {VECTOR_ELEMS} ({ALIGNMENT} bytes) is wanted"
+    elif stride // VECTOR_ELEMS > _MAX_STRIDE:
+        yield f"at most {_MAX_STRIDE * VECTOR_ELEMS} are allowed"
+
+
+def _self_overlap(view: View) -> list[str]:
+    """Lists the problem of an operand that is written where another of its rows or blocks lies."""
+    what = view.expected
+    apart = view.rows < 2 or view.row_stride >= view.hidden
+    for block in what.writes:
+        others = [other for other in what.reads if other != block]
+        if not apart or any(rows_touch(view, view.offset(block), view, view.offset(other)) for other in others):
+            strides = [view.row_stride, view.block_stride][: 1 if what.blocks is None else 2]
+            return [f"{what.name} is written, but rows or blocks of it overlap, with strides {strides}; copy it first"]
+    return []
+
+
+def rows_touch(one: View, start: int, other: View, other_start: int) -> bool:
+    """Tells whether any row of one operand shares a byte with any row of another.
+
+    Args:
+      one: an operand.
+      start: address of one block of its first row.
+      other: another operand, or the same.
+      other_start: address of one block of its first row.
+    """
+    size, step, other_step = one.hidden * _ELEM_BYTES, one.row_stride * _ELEM_BYTES, other.row_stride * _ELEM_BYTES
+    for row in range(one.rows):
+        distance = start + row * step - other_start
+        if other_step == 0:
+            if abs(distance) < size:
+                return True
             continue
-        if stride % VECTOR_ELEMS:
-            problems.append(
-                f"{what.name} has {stride} elements between {unit}; a multiple of {VECTOR_ELEMS} ({ALIGNMENT} bytes) "
-                "is wanted"
-            )
-        elif stride // VECTOR_ELEMS > _MAX_STRIDE:
-            most = _MAX_STRIDE * VECTOR_ELEMS
-            problems.append(f"{what.name} has {stride} elements between {unit}; at most {most} are allowed")
-        elif what.writes and stride < hidden and (dim == 0 or len({*what.reads, *what.writes}) > 1):
-            problems.append(f"{what.name} has {stride} elements between {unit}, so its {unit} overlap; it is written")
-    return problems
+        first = max(0, (distance - size) // other_step + 1)  # |distance - index * other_step| < size
+        last = min(other.rows - 1, (distance + size - 1) // other_step)
+        if first <= last:
+            return True
+    return False
 
 
 def _view(what: Expected, tensor: torch.Tensor) -> View:

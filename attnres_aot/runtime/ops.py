@@ -1,13 +1,15 @@
 """The custom operators of namespace `attnres_aot`, by which compiled graphs launch consumers.
 
-    run(int handle, Tensor delta, Tensor prefix!, Tensor blocks, Tensor out!, Tensor? aux!,
+    run(SymInt handle, Tensor delta, Tensor prefix!, Tensor blocks, Tensor out!, Tensor? aux!,
         Tensor? mixture, Tensor? scal)
-    run_ring(int handle, Tensor mailbox!, Tensor prefix!, Tensor blocks, Tensor out!, Tensor? aux!,
-        Tensor? mixture, Tensor? scal)
+    run_ring(SymInt handle, Tensor prefix!, Tensor blocks, Tensor out!, Tensor? aux!,
+        Tensor? mixture, Tensor? scal, Tensor? after)
 
 and `run_write`, `run_ring_write`, which also write into `blocks`. `handle` names a PreparedAttnRes that is alive.
-Mailbox and statistics must be the bound ones: they are arguments so that a compiler keeps the order of whatever else
-reads or writes them. `PreparedAttnRes.run` and `run_ring` call these by themselves where torch.compile traces them.
+Statistics are arguments so that a compiler keeps them behind what computes them; a compiler may pass copies. A mailbox
+must never be copied, as other GPUs write to it, so it is no argument: `after` is any tensor that comes from whatever
+publishes into it, and keeps the order. `PreparedAttnRes.run` and `run_ring` call these by themselves where
+torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def trace_run(
 ) -> None:
     """Puts a launch into the graph that is being traced."""
     operator = torch.ops.attnres_aot.run if prepared.key.write is None else torch.ops.attnres_aot.run_write
-    operator(prepared.handle, delta, prefix, blocks, out, aux, prepared._mixture, prepared._scal)  # noqa: SLF001
+    operator(prepared.handle, delta, prefix, blocks, out, aux, *prepared.statistics)
 
 
 def trace_run_ring(
@@ -59,30 +61,11 @@ def trace_run_ring(
     blocks: torch.Tensor,
     out: torch.Tensor,
     aux: torch.Tensor | None,
+    after: torch.Tensor | None,
 ) -> None:
     """Puts a launch with a mailbox into the graph that is being traced."""
     operator = torch.ops.attnres_aot.run_ring if prepared.key.write is None else torch.ops.attnres_aot.run_ring_write
-    mailbox = prepared._mailbox  # noqa: SLF001
-    if mailbox is None:
-        raise OperandError("no mailbox is bound; call bind_ring(mailbox) before run_ring")
-    operator(prepared.handle, mailbox, prefix, blocks, out, aux, prepared._mixture, prepared._scal)  # noqa: SLF001
-
-
-def _find(handle: int) -> PreparedAttnRes:
-    found = _prepared.get(handle)
-    if found is None:
-        raise UsageError(
-            f"handle {handle} names no PreparedAttnRes of this process; keep the object alive as long as graphs that "
-            "call it, and trace again in a new process"
-        )
-    return found
-
-
-def _check_bound(name: str, given: torch.Tensor | None, bound: torch.Tensor | None) -> None:
-    if given is not None and (bound is None or given.data_ptr() != bound.data_ptr()):
-        raise OperandError(
-            f"{name} is not the tensor that is bound to this consumer; pass the bound one, or bind before tracing"
-        )
+    operator(prepared.handle, prefix, blocks, out, aux, *prepared.statistics, after)
 
 
 def _run(
@@ -95,27 +78,50 @@ def _run(
     mixture: torch.Tensor | None,
     scal: torch.Tensor | None,
 ) -> None:
-    prepared = _find(handle)
-    _check_bound("mixture", mixture, prepared._mixture)  # noqa: SLF001
-    _check_bound("scal", scal, prepared._scal)  # noqa: SLF001
+    prepared = _with_statistics(_find(handle), mixture, scal)
     prepared.run(delta, prefix, blocks, out, aux)
 
 
 def _run_ring(
     handle: int,
-    mailbox: torch.Tensor,
     prefix: torch.Tensor,
     blocks: torch.Tensor,
     out: torch.Tensor,
     aux: torch.Tensor | None,
     mixture: torch.Tensor | None,
     scal: torch.Tensor | None,
+    after: torch.Tensor | None,  # noqa: ARG001 - only orders
 ) -> None:
-    prepared = _find(handle)
-    _check_bound("mailbox", mailbox, prepared._mailbox)  # noqa: SLF001
-    _check_bound("mixture", mixture, prepared._mixture)  # noqa: SLF001
-    _check_bound("scal", scal, prepared._scal)  # noqa: SLF001
+    prepared = _with_statistics(_find(handle), mixture, scal)
     prepared.run_ring(prefix, blocks, out, aux)
+
+
+def _find(handle: int) -> PreparedAttnRes:
+    found = _prepared.get(handle)
+    if found is None:
+        raise UsageError(
+            f"handle {handle} names no PreparedAttnRes of this process; keep the object alive as long as graphs that "
+            "call it, and trace again in a new process"
+        )
+    return found
+
+
+def _with_statistics(
+    prepared: PreparedAttnRes, mixture: torch.Tensor | None, scal: torch.Tensor | None
+) -> PreparedAttnRes:
+    """Returns `prepared`, or one like it with the statistics given where a compiler has copied the bound ones."""
+    bound_mixture, bound_scal = prepared.statistics
+    if mixture is None and scal is None:
+        return prepared
+    if mixture is None or scal is None or bound_mixture is None or bound_scal is None:
+        raise OperandError(
+            "mixture and scal were passed, but this consumer has no statistics bound; bind them before tracing"
+            if mixture is not None and scal is not None
+            else "of mixture and scal only one was passed; pass both or none"
+        )
+    if mixture.data_ptr() == bound_mixture.data_ptr() and scal.data_ptr() == bound_scal.data_ptr():
+        return prepared
+    return prepared.with_statistics(mixture, scal)
 
 
 def _nothing(*_: object) -> None:
@@ -125,17 +131,13 @@ def _nothing(*_: object) -> None:
 _library: Any = torch.library.Library("attnres_aot", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _define(name: str, first: str, blocks: str, implementation: Callable[..., None]) -> None:
-    _library.define(
-        f"{name}(SymInt handle, {first}, Tensor(b!) prefix, {blocks} blocks, Tensor(d!) out, Tensor(e!)? aux, "
-        "Tensor? mixture, Tensor? scal) -> ()",
-        tags=(torch.Tag.needs_fixed_stride_order,),
-    )
+def _define(name: str, schema: str, implementation: Callable[..., None]) -> None:
+    _library.define(f"{name}(SymInt handle, {schema}) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"attnres_aot::{name}", _nothing, lib=_library)
 
 
-_define("run", "Tensor delta", "Tensor", _run)
-_define("run_write", "Tensor delta", "Tensor(c!)", _run)
-_define("run_ring", "Tensor(a!) mailbox", "Tensor", _run_ring)
-_define("run_ring_write", "Tensor(a!) mailbox", "Tensor(c!)", _run_ring)
+for _suffix, _blocks in (("", "Tensor"), ("_write", "Tensor(c!)")):
+    _operands = f"Tensor(b!) prefix, {_blocks} blocks, Tensor(d!) out, Tensor(e!)? aux, Tensor? mixture, Tensor? scal"
+    _define(f"run{_suffix}", f"Tensor delta, {_operands}", _run)
+    _define(f"run_ring{_suffix}", f"{_operands}, Tensor? after", _run_ring)

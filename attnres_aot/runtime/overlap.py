@@ -4,7 +4,8 @@ A row is read before any of it is written by elements, not as a whole: each thre
 of the prefix, and later writes the same part of prefix, aux and out. So the source may be the very view that prefix,
 aux or out is. Any other sharing of bytes that one of the two operands writes is refused.
 
-Intervals that do not touch are the rule, so that is tested first, in the order in which they lay last time.
+Intervals that do not touch are the rule, so that is tested first, in the order in which they lay last time. Each
+consumer of a model tends to see the same order again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.operands import ALIGNMENT, View
+from attnres_aot.runtime.operands import ALIGNMENT, View, rows_touch
 
 SOURCE = "delta"
 """Name of the operand that may be one view with an operand of MAY_BE_SOURCE."""
@@ -24,7 +25,7 @@ _REMEMBERED = 64
 class AddressCheck:
     """Checks addresses for operands of one geometry; an instance may be used by several threads."""
 
-    __slots__ = ("_extents", "_fixed", "_harmless", "_order", "_views")
+    __slots__ = ("_before", "_extents", "_fixed", "_fixed_starts", "_harmless", "_order", "_views")
 
     def __init__(self, views: Sequence[View], fixed: Sequence[tuple[str, int, int]]) -> None:
         """Prepares the check.
@@ -35,8 +36,12 @@ class AddressCheck:
         """
         self._views = tuple(views)
         self._fixed = tuple(fixed)
-        self._extents = tuple(view.extent for view in views) + tuple(size for _, _, size in fixed)
-        self._order = tuple(range(len(self._extents)))
+        self._fixed_starts = tuple([address - address % ALIGNMENT for _, address, _ in fixed])
+        self._extents = (
+            *(view.extent for view in views),
+            *(address % ALIGNMENT + size for _, address, size in fixed),
+        )
+        self._order = self._before = tuple(range(len(self._extents)))
         self._harmless: set[tuple[int, ...]] = set()
 
     def __call__(self, pointers: tuple[int, ...]) -> None:
@@ -45,45 +50,45 @@ class AddressCheck:
         Raises:
           OperandError: an address is not aligned, or operands overlap; one line for every problem.
         """
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        if bits % ALIGNMENT or 0 in pointers:
-            raise OperandError("\n".join(self._misplaced(pointers)))
-        starts = pointers + tuple([address for _, address, _ in self._fixed]) if self._fixed else pointers
+        starts = pointers + self._fixed_starts
         if not self._apart(starts, self._order):
             self._look_closer(starts)
 
     def _apart(self, starts: tuple[int, ...], order: tuple[int, ...]) -> bool:
-        extents, end = self._extents, 0
+        """Tells whether everything is aligned and follows upon another in `order`."""
+        extents, bits, end = self._extents, 0, 1
         for index in order:
             start = starts[index]
             if start < end:
                 return False
+            bits |= start
             end = start + extents[index]
-        return True
+        return not bits % ALIGNMENT
 
     def _look_closer(self, starts: tuple[int, ...]) -> None:
-        order = tuple(sorted(range(len(starts)), key=starts.__getitem__))
+        order = self._before
+        if not self._apart(starts, order):
+            order = tuple(sorted(range(len(starts)), key=starts.__getitem__))
         if self._apart(starts, order):
-            self._order = order
+            self._order, self._before = order, self._order
             return
+        problems = self._misplaced(starts)
         distances = tuple([start - starts[0] for start in starts])
-        if distances in self._harmless:
+        if not problems and distances in self._harmless:
             return
-        problems = self._clashes(starts)
+        problems = problems or self._clashes(starts)
         if problems:
             raise OperandError("\n".join(problems))
         if len(self._harmless) >= _REMEMBERED:
             self._harmless = set()
         self._harmless.add(distances)
 
-    def _misplaced(self, pointers: tuple[int, ...]) -> list[str]:
+    def _misplaced(self, starts: tuple[int, ...]) -> list[str]:
         return [
             f"{view.expected.name} starts at {pointer:#x}; it must be aligned to {ALIGNMENT} bytes"
             if pointer
             else f"{view.expected.name} has no memory"
-            for view, pointer in zip(self._views, pointers, strict=True)
+            for view, pointer in zip(self._views, starts, strict=False)
             if pointer % ALIGNMENT or not pointer
         ]
 
@@ -116,25 +121,7 @@ def clash(one: View, start: int, other: View, other_start: int) -> bool:
     theirs = {*other.expected.reads, *other.expected.writes}
     pairs = [(a, b) for a in one.expected.writes for b in theirs]
     pairs += [(a, b) for a in mine for b in other.expected.writes]
-    return any(
-        _rows_touch(one, start + one.offsets((a,))[0], other, other_start + other.offsets((b,))[0]) for a, b in pairs
-    )
-
-
-def _rows_touch(one: View, start: int, other: View, other_start: int) -> bool:
-    """Tells whether any row of one block of `one` shares a byte with any row of one block of `other`."""
-    size, step, other_step = one.hidden * 2, one.row_stride * 2, other.row_stride * 2
-    for row in range(one.rows):
-        distance = start + row * step - other_start
-        if other_step == 0:
-            if abs(distance) < size:
-                return True
-            continue
-        first = max(0, (distance - size) // other_step + 1)  # |distance - index * other_step| < size
-        last = min(other.rows - 1, (distance + size - 1) // other_step)
-        if first <= last:
-            return True
-    return False
+    return any(rows_touch(one, start + one.offset(a), other, other_start + other.offset(b)) for a, b in pairs)
 
 
 def _overlap(name: str, start: int, other: str, other_start: int) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,43 +11,17 @@ from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError, VariantMissError
 from attnres_aot.runtime import ops
+from attnres_aot.runtime.binding import Binding
+from attnres_aot.runtime.bound import BoundConsumer
+from attnres_aot.runtime.fallback import Fallback, Missed
 from attnres_aot.runtime.launch import NOTHING_TO_DO, Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.mailbox import mailbox_problems
-from attnres_aot.runtime.miss import variant_miss
-from attnres_aot.runtime.operands import vector_problems
-from attnres_aot.runtime.route import Binding, Ring, Route, Statistics
-from attnres_aot.runtime.weights import AttnResWeights, check_eps, check_weights, read_target
-from attnres_aot.variants import ConsumerKey, Variant
+from attnres_aot.runtime.route import Route
+from attnres_aot.runtime.weights import read_target
+from attnres_aot.variants import ConsumerKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missed:
-    """A launch that the bundle holds no code for, handed to a fallback, which does all of its work in place."""
-
-    variant: Variant
-    """What was needed."""
-    weights: AttnResWeights
-    """Weights of the consumer."""
-    eps: tuple[float, float]
-    """Epsilons under the logits and of the output norm."""
-    source: torch.Tensor
-    """The delta [rows, H], or the mailbox [slots, capacity, H], which must be armed again."""
-    prefix: torch.Tensor
-    """[rows, H] bf16, updated."""
-    blocks: torch.Tensor
-    """[rows, B, H] bf16."""
-    out: torch.Tensor
-    """[rows, H] bf16, written."""
-    aux: torch.Tensor | None
-    """[rows, H] bf16, written; None without an aux copy."""
-
-
-Fallback = Callable[[Missed], object]
-"""Does in place what a missing variant would have done; what it returns is ignored."""
-
-
-class PreparedAttnRes:
+class PreparedAttnRes(BoundConsumer):
     """One consumer of a model with its weights, ready to launch.
 
     Bind what is needed, in any order; binding again replaces. Then `run` launches with an ordinary source and
@@ -62,27 +35,7 @@ class PreparedAttnRes:
     `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_aux",
-        "_bundle",
-        "_checks",
-        "_eps",
-        "_fallback",
-        "_key",
-        "_mailbox",
-        "_mixture",
-        "_ordinary",
-        "_ordinary_aux",
-        "_pdl",
-        "_ring",
-        "_ring_aux",
-        "_ring_binding",
-        "_scal",
-        "_statistics",
-        "_weights",
-        "handle",
-    )
+    __slots__ = ("__weakref__", "handle")
 
     def __init__(
         self,
@@ -115,21 +68,8 @@ class PreparedAttnRes:
             from attnres_aot.runtime.api import load
 
             bundle = load(device=weights[0].device)
-        self._bundle, self._key, self._fallback = bundle, key, fallback
-        self._weights = check_weights(weights, bundle.hidden)
-        self._check_device("weights", self._weights.norm)
-        self._eps = check_eps(eps)
-        self._pdl, self._checks = pdl, checks
-        self._aux = False
-        self._ring_binding: Ring | None = None
-        self._statistics: Statistics | None = None
-        self._mailbox: torch.Tensor | None = None
-        self._mixture: torch.Tensor | None = None
-        self._scal: torch.Tensor | None = None
-        if fallback is None and not bundle.holds_key(key):
-            raise variant_miss(bundle.bundle, Variant(key=key))
+        super().__init__(weights, key, eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
         self.handle = ops.register(self)
-        self._rebind()
 
     @classmethod
     def for_target(
@@ -162,106 +102,6 @@ class PreparedAttnRes:
         """
         target = read_target(layer, final=final, has_delta=has_delta)
         return cls(target.weights, target.key, target.eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
-
-    def __repr__(self) -> str:
-        bound = [f"ring {self._ring_binding.slots}x{self._ring_binding.capacity}"] if self._ring_binding else []
-        bound += ["aux"] if self._aux else []
-        bound += [f"statistics for {len(self._statistics.rows)} row counts"] if self._statistics else []
-        return f"<PreparedAttnRes {Variant(key=self._key)}, bound: {', '.join(bound) or 'nothing'}>"
-
-    @property
-    def key(self) -> ConsumerKey:
-        """Which consumer this is."""
-        return self._key
-
-    @property
-    def checks(self) -> bool:
-        """Whether addresses of operands are checked; may be set at any time."""
-        return self._checks
-
-    @checks.setter
-    def checks(self, on: bool) -> None:
-        self._checks = on
-        self._rebind()
-
-    def bind_ring(self, mailbox: torch.Tensor, *, spin_budget: int = 0) -> PreparedAttnRes:
-        """Binds the mailbox that `run_ring` reads, or replaces it.
-
-        Args:
-          mailbox: [slots, capacity, H] bf16, contiguous, armed (see `new_mailbox`).
-          spin_budget: polls of one fragment before a launch gives up and traps, which ends the CUDA context;
-            0 waits for ever.
-
-        Returns:
-          This object.
-
-        Raises:
-          OperandError: the mailbox cannot be used; one line for every problem.
-          VariantMissError: the bundle has no ring variant of that many slots, and there is no fallback.
-        """
-        problems = mailbox_problems(mailbox, hidden=self._bundle.hidden)
-        if not 0 <= spin_budget < 2**31:
-            problems.append(f"spin_budget is {spin_budget!r}; 0 to {2**31 - 1} is allowed")
-        if problems:
-            raise OperandError("\n".join(problems))
-        self._check_device("mailbox", mailbox)
-        ring = Ring(mailbox=mailbox, spin_budget=spin_budget)
-        self._require([Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True)])
-        self._ring_binding, self._mailbox = ring, mailbox
-        self._rebind()
-        return self
-
-    def bind_aux(self) -> PreparedAttnRes:
-        """Allows launches to write an aux copy: pass `aux=` to `run` or `run_ring`; without it none is written.
-
-        Returns:
-          This object.
-
-        Raises:
-          VariantMissError: the bundle has no aux variant of this consumer, and there is no fallback.
-        """
-        slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
-        self._require([Variant(key=self._key, slots=count, aux=True) for count in slots])
-        self._aux = True
-        self._rebind()
-        return self
-
-    def bind_statistics(self, mixture: torch.Tensor, scal: torch.Tensor, rows: Iterable[int]) -> PreparedAttnRes:
-        """Binds precomputed statistics of the saved blocks, or replaces them.
-
-        Launches of exactly a number of rows in `rows` take them, whatever else is bound; others read the blocks.
-
-        Args:
-          mixture: [cap, H] fp32, contiguous: sum over blocks of exp(logit - m) * block.
-          scal: [cap, 2] fp32, contiguous: (m, l), the largest logit and the sum of exp(logit - m).
-          rows: row counts, 1 to cap; `statistics_rows(tp, dcp)` gives a deployment's.
-
-        Returns:
-          This object.
-
-        Raises:
-          OperandError: a tensor or a row count cannot be used; one line for every problem.
-          VariantMissError: the bundle has no statistics variant of this consumer, and there is no fallback.
-        """
-        counts = frozenset(rows)
-        problems = vector_problems("mixture", mixture, (-1, self._bundle.hidden), torch.float32)
-        problems += vector_problems("scal", scal, (-1, 2), torch.float32, alignment=8)
-        if not problems and mixture.shape[0] != scal.shape[0]:
-            problems.append(f"mixture holds {mixture.shape[0]} rows, but scal {scal.shape[0]}; the same is wanted")
-        if not problems:
-            bad = sorted(count for count in counts if not 1 <= count <= mixture.shape[0])
-            if bad:
-                problems.append(f"rows hold {bad}; 1 to {mixture.shape[0]}, the rows of mixture, are allowed")
-        if problems:
-            raise OperandError("\n".join(problems))
-        self._check_device("mixture", mixture)
-        self._check_device("scal", scal)
-        slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
-        self._require([Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True)])
-        self._statistics = Statistics(mixture=mixture, scal=scal, rows=counts)
-        self._mixture, self._scal = mixture, scal
-        self._rebind()
-        return self
 
     def run(
         self,
@@ -300,7 +140,13 @@ class PreparedAttnRes:
         return out
 
     def run_ring(
-        self, prefix: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor, aux: torch.Tensor | None = None
+        self,
+        prefix: torch.Tensor,
+        blocks: torch.Tensor,
+        out: torch.Tensor,
+        aux: torch.Tensor | None = None,
+        *,
+        after: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launches with the bound mailbox as source: waits for its rows 0..rows-1, and arms them again.
 
@@ -309,6 +155,8 @@ class PreparedAttnRes:
           blocks: [rows, B, H]: the first nb are read, block `write` is written.
           out: [rows, H]: written.
           aux: [rows, H]: receives a copy of the updated prefix; `bind_aux` first.
+          after: in a compiled graph, a tensor from whatever publishes into the mailbox, so that the compiler keeps this
+            launch behind it; has no effect elsewhere.
 
         Returns:
           `out`.
@@ -319,7 +167,7 @@ class PreparedAttnRes:
           DriverError: the driver refused.
         """
         if is_dynamo_compiling():
-            ops.trace_run_ring(self, prefix, blocks, out, aux)
+            ops.trace_run_ring(self, prefix, blocks, out, aux, after)
             return out
         if aux is not None:
             return self._run_ring_aux(prefix, blocks, out, aux)
@@ -385,46 +233,11 @@ class PreparedAttnRes:
             )
         )
 
-    def _rebind(self) -> None:
-        """Makes routes for what is bound now; plans of earlier bindings are dropped."""
-        self._ordinary, self._ordinary_aux = self._route(ring=False, aux=False), self._route(ring=False, aux=True)
-        self._ring, self._ring_aux = self._route(ring=True, aux=False), self._route(ring=True, aux=True)
-
-    def _route(self, *, ring: bool, aux: bool) -> Route:
-        return Route(
-            Binding(
-                bundle=self._bundle,
-                key=self._key,
-                weights=self._weights,
-                eps=self._eps,
-                source_is_mailbox=ring,
-                ring=self._ring_binding if ring else None,
-                aux=aux,
-                statistics=self._statistics,
-                pdl=self._pdl,
-                checks=self._checks,
-            )
-        )
-
-    def _require(self, variants: list[Variant]) -> None:
-        """Raises unless the bundle holds one of `variants`, or there is a fallback."""
-        if self._fallback is None and not any(variant in self._bundle for variant in variants):
-            raise variant_miss(self._bundle.bundle, variants[0])
-
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        device = self._bundle.device
-        if tensor.get_device() != device.tensor_index or tensor.device.type != device.device.type:
-            raise OperandError(f"{name}: on {tensor.device}, but the bundle was loaded for {device.device}")
-
-    def _forget_plans(self) -> None:
-        for route in (self._ordinary, self._ordinary_aux, self._ring, self._ring_aux):
-            route.forget()
-
 
 def _forget_all_plans() -> None:
     """Makes every launch in a forked child look for its plan again, which is refused there."""
     for prepared in ops.registered():
-        prepared._forget_plans()  # noqa: SLF001 - of this module's own class
+        prepared.forget_plans()
 
 
 os.register_at_fork(after_in_child=_forget_all_plans)

@@ -6,104 +6,20 @@ when a geometry changes, and the checks of a geometry only when it is new.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attnres_aot.errors import OperandError
+from attnres_aot.runtime.binding import Binding, constants, fixed_memory
 from attnres_aot.runtime.driver import open_driver
 from attnres_aot.runtime.guards import make_guard
-from attnres_aot.runtime.launch import NOTHING_TO_DO, UNBOUND, Launcher, Plan
-from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View, check_geometry
+from attnres_aot.runtime.launch import NOTHING_TO_DO, UNBOUND, Launcher, Order, Plan
+from attnres_aot.runtime.operands import check_geometry
 from attnres_aot.runtime.overlap import SOURCE, AddressCheck
-from attnres_aot.runtime.weights import AttnResWeights
-from attnres_aot.variants import ConsumerKey, Variant
 
 _MAX_PLANS = 256
 """Geometries remembered per route; beyond it all are forgotten and made again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
-    """A bound mailbox."""
-
-    mailbox: torch.Tensor
-    """[slots, capacity, H] bf16."""
-    spin_budget: int
-    """Polls before a launch gives up and traps; 0: never."""
-
-    @property
-    def slots(self) -> int:
-        """Partial sums per row."""
-        return self.mailbox.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """Rows per slot."""
-        return self.mailbox.shape[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """Bound statistics of the saved blocks."""
-
-    mixture: torch.Tensor
-    """[cap, H] fp32."""
-    scal: torch.Tensor
-    """[cap, 2] fp32."""
-    rows: frozenset[int]
-    """Row counts whose launches take them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """Everything that launches of a route have in common."""
-
-    bundle: LoadedBundle
-    """Where code comes from."""
-    key: ConsumerKey
-    """Which consumer."""
-    weights: AttnResWeights
-    """Its weights."""
-    eps: tuple[float, float]
-    """Epsilons under the logits and of the output norm."""
-    source_is_mailbox: bool
-    """The source is a mailbox."""
-    ring: Ring | None
-    """The mailbox; None for an ordinary source, or where none is bound yet."""
-    aux: bool
-    """An aux copy is written."""
-    statistics: Statistics | None
-    """Statistics, where bound."""
-    pdl: bool
-    """Launch with programmatic stream serialization."""
-    checks: bool
-    """Check addresses."""
-
-    def variant(self, rows: int) -> Variant:
-        """Returns the variant that serves `rows` rows."""
-        stats = self.statistics is not None and rows in self.statistics.rows
-        return Variant(key=self.key, slots=self.ring.slots if self.ring else 0, aux=self.aux, stats=stats)
-
-    def expected(self) -> tuple[Expected, ...]:
-        """Returns what the operands must be, in the order in which they are passed."""
-        key = self.key
-        written = () if key.write is None else (key.write,)
-        source = () if self.ring else (Expected(name=SOURCE, reads=(0,)),)
-        return (
-            *source,
-            Expected(name="prefix", reads=(0,) if key.has_delta else (), writes=(0,)),
-            Expected(
-                name="blocks",
-                reads=tuple(range(key.nb)),
-                writes=written,
-                blocks=max(key.nb, *(write + 1 for write in written)) if written else key.nb,
-            ),
-            Expected(name="out", writes=(0,)),
-            *((Expected(name="aux", writes=(0,)),) if self.aux else ()),
-        )
 
 
 class Route:
@@ -168,18 +84,19 @@ class Route:
         kernel = binding.bundle.kernel(variant, rows)
         if binding.pdl and not kernel.image.pdl:
             raise OperandError(f"pdl was asked for, but the code of {variant} does not support it; leave pdl off")
-        return Plan(
+        order = Order(
             driver=open_driver(),
             kernel=kernel,
             device=device,
-            constants=_constants(binding, views, with_statistics=variant.stats),
+            constants=constants(binding, views, with_statistics=variant.stats),
             pointers=tuple("source" if view.expected.name == SOURCE else view.expected.name for view in views),
             rows=rows,
             pdl=binding.pdl,
             accepts=make_guard(tensors),
-            check=AddressCheck(views, _fixed_memory(binding, rows)) if binding.checks else None,
+            check=AddressCheck(views, fixed_memory(binding, rows)) if binding.checks else None,
             what=f"{variant} for {rows} rows",
         )
+        return Plan(order)
 
 
 def _geometry_key(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
@@ -196,47 +113,3 @@ def _check_capacity(binding: Binding, rows: int) -> None:
             f"out has {rows} rows, but the bound mailbox holds {binding.ring.capacity} per slot; "
             "use an ordinary source for this many rows, or bind a larger mailbox"
         )
-
-
-def _constants(binding: Binding, views: tuple[View, ...], *, with_statistics: bool) -> dict[str, int | float]:
-    """Returns the arguments of every launch with this geometry, by parameter name."""
-    by_name = {view.expected.name: view for view in views}
-    key, weights, ring, statistics = binding.key, binding.weights, binding.ring, binding.statistics
-    row_vectors = binding.bundle.hidden // VECTOR_ELEMS
-    constants: dict[str, int | float] = {
-        "norm": weights.norm.data_ptr(),
-        "query": weights.query.data_ptr(),
-        "out_norm": weights.out_norm.data_ptr(),
-        "prefix_row_stride": by_name["prefix"].row_stride // VECTOR_ELEMS,
-        "blocks_row_stride": by_name["blocks"].row_stride // VECTOR_ELEMS,
-        "blocks_block_stride": by_name["blocks"].block_stride // VECTOR_ELEMS,
-        "out_row_stride": by_name["out"].row_stride // VECTOR_ELEMS,
-        "write": -1 if key.write is None else key.write,
-        "rows": by_name["out"].rows,
-        "eps": binding.eps[0],
-        "out_eps": binding.eps[1],
-    }
-    if ring is not None:
-        constants["source"] = ring.mailbox.data_ptr()
-        constants["source_row_stride"] = row_vectors
-        constants["source_slot_stride"] = ring.capacity * row_vectors
-        constants["spin_budget"] = ring.spin_budget
-    else:
-        constants["source_row_stride"] = by_name[SOURCE].row_stride // VECTOR_ELEMS
-    if binding.aux:
-        constants["aux_row_stride"] = by_name["aux"].row_stride // VECTOR_ELEMS
-    if with_statistics and statistics is not None:
-        constants["mixture"] = statistics.mixture.data_ptr()
-        constants["scal"] = statistics.scal.data_ptr()
-    return constants
-
-
-def _fixed_memory(binding: Binding, rows: int) -> list[tuple[str, int, int]]:
-    """Returns (name, address, bytes) of bound memory that no operand may touch."""
-    tensors = {}
-    if binding.ring is not None:
-        tensors["the mailbox"] = binding.ring.mailbox
-    if binding.statistics is not None and rows in binding.statistics.rows:
-        tensors["mixture"] = binding.statistics.mixture
-        tensors["scal"] = binding.statistics.scal
-    return [(name, tensor.data_ptr(), tensor.numel() * tensor.element_size()) for name, tensor in tensors.items()]

@@ -49,7 +49,8 @@ def pick_device(device: torch.device | str | int | None = None) -> TorchDevice:
     wanted = torch.device("cuda") if device is None else torch.device(device)
     if wanted.type != "cuda":
         raise UsageError(f"device {device!r} is a {wanted.type} device; the kernels run on CUDA devices only")
-    ordinal = torch.cuda.current_device() if wanted.index is None else wanted.index
+    number: int | None = wanted.index
+    ordinal = torch.cuda.current_device() if number is None else number
     if not 0 <= ordinal < count:
         raise UsageError(f"there is no device {device!r}: this process sees {count}, numbered from 0")
     return TorchDevice(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import attnres_aot
-from attnres_aot.variants import ConsumerKey
 
 
 def test_ordinary_launch_passes_every_argument(stub, bundle, operands, weights, key):

@@ -1,0 +1,207 @@
+"""Binding: what a consumer was given ahead of launches, checked once, in any order.
+
+`PreparedAttnRes` adds launching to it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnres_aot.errors import OperandError
+from attnres_aot.runtime.binding import Binding, Ring, Statistics, make_ring, make_statistics
+from attnres_aot.runtime.fallback import Fallback
+from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.miss import variant_miss
+from attnres_aot.runtime.route import Route
+from attnres_aot.runtime.weights import check_eps, check_weights
+from attnres_aot.variants import ConsumerKey, Variant
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class BoundConsumer:
+    """A consumer with its weights and whatever else is bound; holds a route for each way of launching it."""
+
+    __slots__ = (
+        "_aux",
+        "_bundle",
+        "_checks",
+        "_eps",
+        "_fallback",
+        "_key",
+        "_mailbox",
+        "_ordinary",
+        "_ordinary_aux",
+        "_pdl",
+        "_ring",
+        "_ring_aux",
+        "_statistics",
+        "_weights",
+    )
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        key: ConsumerKey,
+        eps: float | tuple[float, float],
+        bundle: LoadedBundle,
+        *,
+        pdl: bool,
+        checks: bool,
+        fallback: Fallback | None,
+    ) -> None:
+        """Checks and keeps what `PreparedAttnRes` was given; arguments and errors are described there."""
+        self._bundle, self._key, self._fallback = bundle, key, fallback
+        self._weights = check_weights(weights, bundle.hidden)
+        self._check_device("weights", self._weights.norm)
+        self._eps = check_eps(eps)
+        self._pdl, self._checks = pdl, checks
+        self._aux = False
+        self._mailbox: Ring | None = None
+        self._statistics: Statistics | None = None
+        if fallback is None and not bundle.holds_key(key):
+            raise variant_miss(bundle.bundle, Variant(key=key))
+        self._rebind()
+
+    def __repr__(self) -> str:
+        bound = [f"ring {self._mailbox.slots}x{self._mailbox.capacity}"] if self._mailbox else []
+        bound += ["aux"] if self._aux else []
+        bound += [f"statistics for {len(self._statistics.rows)} row counts"] if self._statistics else []
+        return f"<PreparedAttnRes {Variant(key=self._key)}, bound: {', '.join(bound) or 'nothing'}>"
+
+    @property
+    def key(self) -> ConsumerKey:
+        """Which consumer this is."""
+        return self._key
+
+    @property
+    def checks(self) -> bool:
+        """Whether addresses of operands are checked; may be set at any time."""
+        return self._checks
+
+    @checks.setter
+    def checks(self, on: bool) -> None:
+        self._checks = on
+        self._rebind()
+
+    def bind_ring(self, mailbox: torch.Tensor, *, spin_budget: int = 0) -> Self:
+        """Binds the mailbox that `run_ring` reads, or replaces it.
+
+        Args:
+          mailbox: [slots, capacity, H] bf16, contiguous, armed (see `new_mailbox`).
+          spin_budget: polls of one fragment before a launch gives up and traps, which ends the CUDA context;
+            0 waits for ever.
+
+        Returns:
+          This object.
+
+        Raises:
+          OperandError: the mailbox cannot be used; one line for every problem.
+          VariantMissError: the bundle has no ring variant of that many slots, and there is no fallback.
+        """
+        ring = make_ring(mailbox, spin_budget, self._bundle.hidden)
+        self._check_device("mailbox", mailbox)
+        self._require([Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True)])
+        self._mailbox = ring
+        self._rebind()
+        return self
+
+    def bind_aux(self) -> Self:
+        """Allows launches to write an aux copy: pass `aux=` to `run` or `run_ring`; without it none is written.
+
+        Returns:
+          This object.
+
+        Raises:
+          VariantMissError: the bundle has no aux variant of this consumer, and there is no fallback.
+        """
+        slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
+        self._require([Variant(key=self._key, slots=count, aux=True) for count in slots])
+        self._aux = True
+        self._rebind()
+        return self
+
+    def bind_statistics(self, mixture: torch.Tensor, scal: torch.Tensor, rows: Iterable[int]) -> Self:
+        """Binds precomputed statistics of the saved blocks, or replaces them.
+
+        Launches of exactly a number of rows in `rows` take them, whatever else is bound; others read the blocks.
+
+        Args:
+          mixture: [cap, H] fp32, contiguous: sum over blocks of exp(logit - m) * block.
+          scal: [cap, 2] fp32, contiguous: (m, l), the largest logit and the sum of exp(logit - m).
+          rows: row counts, 1 to cap; `statistics_rows(tp, dcp)` gives a deployment's.
+
+        Returns:
+          This object.
+
+        Raises:
+          OperandError: a tensor or a row count cannot be used; one line for every problem.
+          VariantMissError: the bundle has no statistics variant of this consumer, and there is no fallback.
+        """
+        statistics = make_statistics(mixture, scal, rows, self._bundle.hidden)
+        self._check_device("mixture", mixture)
+        self._check_device("scal", scal)
+        slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
+        self._require([Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True)])
+        self._statistics = statistics
+        self._rebind()
+        return self
+
+    @property
+    def mailbox(self) -> torch.Tensor | None:
+        """The bound mailbox."""
+        return None if self._mailbox is None else self._mailbox.mailbox
+
+    @property
+    def statistics(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The bound (mixture, scal)."""
+        return (None, None) if self._statistics is None else (self._statistics.mixture, self._statistics.scal)
+
+    def with_statistics(self, mixture: torch.Tensor, scal: torch.Tensor) -> Self:
+        """Returns a copy of this object with other statistics bound, for the same row counts."""
+        assert self._statistics is not None
+        twin = copy.copy(self)
+        twin._statistics = make_statistics(mixture, scal, self._statistics.rows, self._bundle.hidden)  # noqa: SLF001
+        twin._rebind()  # noqa: SLF001
+        return twin
+
+    def _rebind(self) -> None:
+        """Makes routes for what is bound now; plans of earlier bindings are dropped."""
+        self._ordinary, self._ordinary_aux = self._route(ring=False, aux=False), self._route(ring=False, aux=True)
+        self._ring, self._ring_aux = self._route(ring=True, aux=False), self._route(ring=True, aux=True)
+
+    def _route(self, *, ring: bool, aux: bool) -> Route:
+        return Route(
+            Binding(
+                bundle=self._bundle,
+                key=self._key,
+                weights=self._weights,
+                eps=self._eps,
+                source_is_mailbox=ring,
+                ring=self._mailbox if ring else None,
+                aux=aux,
+                statistics=self._statistics,
+                pdl=self._pdl,
+                checks=self._checks,
+            )
+        )
+
+    def _require(self, variants: list[Variant]) -> None:
+        """Raises unless the bundle holds one of `variants`, or there is a fallback."""
+        if self._fallback is None and not any(variant in self._bundle for variant in variants):
+            raise variant_miss(self._bundle.bundle, variants[0])
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        device = self._bundle.device
+        if tensor.get_device() != device.tensor_index or tensor.device.type != device.device.type:
+            raise OperandError(f"{name}: on {tensor.device}, but the bundle was loaded for {device.device}")
+
+    def forget_plans(self) -> None:
+        """Makes every launch look for its plan again."""
+        for route in (self._ordinary, self._ordinary_aux, self._ring, self._ring_aux):
+            route.forget()
