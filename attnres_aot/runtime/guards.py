@@ -65,4 +65,4 @@ def native_guards_work() -> bool:
 def _facts(tensor: object) -> tuple[object, ...]:
     if not isinstance(tensor, torch.Tensor):
         return ()
-    return (tensor.__class__, tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride())
+    return (tensor.__class__, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
