@@ -62,10 +62,8 @@ class Binding:
     """Its weights."""
     eps: tuple[float, float]
     """Epsilons under the logits and of the output norm."""
-    source_is_mailbox: bool
-    """The source is a mailbox."""
     ring: Ring | None
-    """The mailbox; None for an ordinary source, or where none is bound yet."""
+    """The mailbox that is the source; None for an ordinary source."""
     aux: bool
     """An aux copy is written."""
     statistics: Statistics | None

@@ -171,24 +171,21 @@ class BoundConsumer:
         return twin
 
     def _rebind(self) -> None:
-        """Makes routes for what is bound now; plans of earlier bindings are dropped."""
-        self._ordinary, self._ordinary_aux = self._route(ring=False, aux=False), self._route(ring=False, aux=True)
-        self._ring, self._ring_aux = self._route(ring=True, aux=False), self._route(ring=True, aux=True)
+        """Drops the plans of what was bound before."""
+        self._ordinary, self._ordinary_aux, self._ring, self._ring_aux = Route(), Route(), Route(), Route()
 
-    def _route(self, *, ring: bool, aux: bool) -> Route:
-        return Route(
-            Binding(
-                bundle=self._bundle,
-                key=self._key,
-                weights=self._weights,
-                eps=self._eps,
-                source_is_mailbox=ring,
-                ring=self._mailbox if ring else None,
-                aux=aux,
-                statistics=self._statistics,
-                pdl=self._pdl,
-                checks=self._checks,
-            )
+    def _binding(self, *, ring: bool, aux: bool) -> Binding:
+        """Returns what launches of one route have in common."""
+        return Binding(
+            bundle=self._bundle,
+            key=self._key,
+            weights=self._weights,
+            eps=self._eps,
+            ring=self._mailbox if ring else None,
+            aux=aux,
+            statistics=self._statistics,
+            pdl=self._pdl,
+            checks=self._checks,
         )
 
     def _require(self, variants: list[Variant]) -> None:

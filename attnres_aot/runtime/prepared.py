@@ -135,7 +135,7 @@ class PreparedAttnRes(BoundConsumer):
             return self._run_aux(delta, prefix, blocks, out, aux)
         plan: Launcher = self._ordinary.plan
         if not plan.accepts(delta, prefix, blocks, out):
-            plan = self._find(self._ordinary, (delta, prefix, blocks, out))
+            plan = self._find(self._ordinary, (delta, prefix, blocks, out), ring=False, aux=False)
         plan.launch((delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr()))
         return out
 
@@ -173,7 +173,7 @@ class PreparedAttnRes(BoundConsumer):
             return self._run_ring_aux(prefix, blocks, out, aux)
         plan: Launcher = self._ring.plan
         if not plan.accepts(prefix, blocks, out):
-            plan = self._find(self._ring, (prefix, blocks, out))
+            plan = self._find(self._ring, (prefix, blocks, out), ring=True, aux=False)
         plan.launch((prefix.data_ptr(), blocks.data_ptr(), out.data_ptr()))
         return out
 
@@ -187,7 +187,7 @@ class PreparedAttnRes(BoundConsumer):
     ) -> torch.Tensor:
         plan: Launcher = self._ordinary_aux.plan
         if not plan.accepts(delta, prefix, blocks, out, aux):
-            plan = self._find(self._ordinary_aux, (delta, prefix, blocks, out, aux))
+            plan = self._find(self._ordinary_aux, (delta, prefix, blocks, out, aux), ring=False, aux=True)
         plan.launch((delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr(), aux.data_ptr()))
         return out
 
@@ -196,19 +196,19 @@ class PreparedAttnRes(BoundConsumer):
     ) -> torch.Tensor:
         plan: Launcher = self._ring_aux.plan
         if not plan.accepts(prefix, blocks, out, aux):
-            plan = self._find(self._ring_aux, (prefix, blocks, out, aux))
+            plan = self._find(self._ring_aux, (prefix, blocks, out, aux), ring=True, aux=True)
         plan.launch((prefix.data_ptr(), blocks.data_ptr(), out.data_ptr(), aux.data_ptr()))
         return out
 
-    def _find(self, route: Route, tensors: tuple[torch.Tensor, ...]) -> Launcher:
+    def _find(self, route: Route, tensors: tuple[torch.Tensor, ...], *, ring: bool, aux: bool) -> Launcher:
         """Returns the plan for operands that the last plan does not take."""
-        binding = route.binding
-        if binding.source_is_mailbox and binding.ring is None:
+        if ring and self._mailbox is None:
             raise OperandError("no mailbox is bound; call bind_ring(mailbox) before run_ring")
-        if binding.aux and not self._aux:
+        if aux and not self._aux:
             raise OperandError("aux was passed, but no aux copy is bound; call bind_aux() before")
+        binding = self._binding(ring=ring, aux=aux)
         try:
-            return route.find(tensors)
+            return route.find(binding, tensors)
         except VariantMissError:
             if self._fallback is None:
                 raise

@@ -25,14 +25,12 @@ _MAX_PLANS = 256
 class Route:
     """Plans of one binding.
 
-    `binding` is what they have in common. `plan` is the last one used: try its `accepts` first, and call `find` when it
-    refuses.
+    `plan` is the last one used: try its `accepts` first, and call `find` when it refuses.
     """
 
-    __slots__ = ("_plans", "binding", "plan")
+    __slots__ = ("_plans", "plan")
 
-    def __init__(self, binding: Binding) -> None:
-        self.binding = binding
+    def __init__(self) -> None:
         self._plans: dict[Any, Plan] = {}
         self.plan: Launcher = UNBOUND
 
@@ -41,10 +39,11 @@ class Route:
         self._plans = {}
         self.plan = UNBOUND
 
-    def find(self, tensors: tuple[torch.Tensor, ...]) -> Launcher:
+    def find(self, binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         """Returns the plan for operands, made if their geometry is new.
 
         Args:
+          binding: what the launches have in common, always the same for one route.
           tensors: the operands, in the order of `Binding.expected`.
 
         Raises:
@@ -56,7 +55,7 @@ class Route:
         key = _geometry_key(tensors)
         plan = self._plans.get(key)
         if plan is None or not plan.accepts(*tensors):
-            made = self._make(tensors)
+            made = _make(binding, tensors)
             if not isinstance(made, Plan):
                 return made
             plan = made
@@ -66,37 +65,37 @@ class Route:
         self.plan = plan
         return plan
 
-    def _make(self, tensors: tuple[torch.Tensor, ...]) -> Launcher:
-        binding = self.binding
-        device = binding.bundle.device
-        views = check_geometry(
-            binding.expected(),
-            tensors,
-            hidden=binding.bundle.hidden,
-            tensor_index=device.tensor_index,
-            device=str(device.device),
-        )
-        rows = views[0].rows
-        variant = binding.variant(rows)
-        _check_capacity(binding, rows)
-        if rows == 0:
-            return NOTHING_TO_DO
-        kernel = binding.bundle.kernel(variant, rows)
-        if binding.pdl and not kernel.image.pdl:
-            raise OperandError(f"pdl was asked for, but the code of {variant} does not support it; leave pdl off")
-        order = Order(
-            driver=open_driver(),
-            kernel=kernel,
-            device=device,
-            constants=constants(binding, views, with_statistics=variant.stats),
-            pointers=tuple("source" if view.expected.name == SOURCE else view.expected.name for view in views),
-            rows=rows,
-            pdl=binding.pdl,
-            accepts=make_guard(tensors),
-            check=AddressCheck(views, fixed_memory(binding, rows)) if binding.checks else None,
-            what=f"{variant} for {rows} rows",
-        )
-        return Plan(order)
+
+def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
+    device = binding.bundle.device
+    views = check_geometry(
+        binding.expected(),
+        tensors,
+        hidden=binding.bundle.hidden,
+        tensor_index=device.tensor_index,
+        device=str(device.device),
+    )
+    rows = views[0].rows
+    variant = binding.variant(rows)
+    _check_capacity(binding, rows)
+    if rows == 0:
+        return NOTHING_TO_DO
+    kernel = binding.bundle.kernel(variant, rows)
+    if binding.pdl and not kernel.image.pdl:
+        raise OperandError(f"pdl was asked for, but the code of {variant} does not support it; leave pdl off")
+    order = Order(
+        driver=open_driver(),
+        kernel=kernel,
+        device=device,
+        constants=constants(binding, views, with_statistics=variant.stats),
+        pointers=tuple("source" if view.expected.name == SOURCE else view.expected.name for view in views),
+        rows=rows,
+        pdl=binding.pdl,
+        accepts=make_guard(tensors),
+        check=AddressCheck(views, fixed_memory(binding, rows)) if binding.checks else None,
+        what=f"{variant} for {rows} rows",
+    )
+    return Plan(order)
 
 
 def _geometry_key(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
