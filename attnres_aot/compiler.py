@@ -22,9 +22,6 @@ CONSUMER_THREADS = 128
 CONSUMER_VECTORS = 1
 """16-byte vectors per thread of a consumer."""
 
-WIDE_SLOTS = 8
-"""Mailbox slots above which a consumer's fragments need more registers than five CTAs per SM leave a thread."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledImage:
@@ -60,7 +57,7 @@ def launch_constants(spec: ConsumerSpec) -> dict[str, int]:
         "cluster": spec.cluster,
         "threads": CONSUMER_THREADS,
         "vectors": CONSUMER_VECTORS,
-        "min_ctas_per_sm": 4 if spec.slots > WIDE_SLOTS else 5,
+        "min_ctas_per_sm": 4 if spec.slots > 1 else 5,
         "rows_per_cluster": 1,
         "smem_dynamic_bytes": 0,
     }

@@ -114,7 +114,7 @@ class Plan:
         kernel, device, driver = order.kernel, order.device, order.driver
         offsets = {param.name: param.offset for param in kernel.params}
         template, attribute_count = _template(kernel, order.constants, order.rows, pdl=order.pdl)
-        size = len(template) - _PARAMETERS_AT
+        size = _parameter_bytes(kernel)
         self._make_slot = partial(Slot, template, attribute_count, size, driver.lib.cuLaunchKernelEx, kernel.function)
         self._pointer_words = tuple((_PARAMETERS_AT + offsets[name]) // _WORD for name in order.pointers)
         self._idle: list[Slot] = []
@@ -200,8 +200,7 @@ NOTHING_TO_DO = NoPlan()
 def _template(kernel: LoadedKernel, constants: Mapping[str, int | float], rows: int, *, pdl: bool) -> tuple[bytes, int]:
     """Returns launch memory without addresses, and the number of launch attributes in it."""
     image = kernel.image
-    end = max((param.offset + param.size for param in kernel.params), default=0)
-    memory = bytearray(_PARAMETERS_AT + -(-end // _WORD) * _WORD)
+    memory = bytearray(_PARAMETERS_AT + -(-_parameter_bytes(kernel) // _WORD) * _WORD)
     grid = image.cluster * -(-rows // image.rows_per_cluster)
     _CONFIG.pack_into(memory, 0, grid, 1, 1, image.block_threads, 1, 1, image.smem_dynamic_bytes, 0, 0, 0)
     _CLUSTER.pack_into(memory, _ATTRIBUTES_AT, _CLUSTER_DIMENSION, image.cluster, 1, 1)
@@ -211,3 +210,8 @@ def _template(kernel: LoadedKernel, constants: Mapping[str, int | float], rows: 
         value = constants.get(param.name, 0)
         struct.pack_into(KIND_FORMATS[param.kind], memory, _PARAMETERS_AT + param.offset, value)
     return bytes(memory), 2 if pdl else 1
+
+
+def _parameter_bytes(kernel: LoadedKernel) -> int:
+    """Bytes of the parameter block to the last byte: the driver refuses a launch that is given more."""
+    return max((param.offset + param.size for param in kernel.params), default=0)
