@@ -11,6 +11,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -231,48 +232,79 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-@functools.cache
-def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+_Reader = Callable[[Any, str, str], Any]
+"""Turns JSON data (value, where, field name) into a value of one type, or raises BundleError."""
 
 
 def _decode(cls: type[_T], raw: dict[str, Any], where: str) -> _T:
-    hints = _hints(cls)  # type: ignore[arg-type]  # mypy does not see that a class is hashable
-    if len(raw) != len(hints) or any(name not in raw for name, _ in hints):
-        known = {name for name, _ in hints}
+    scalars, others = _fields(typing.cast("typing.Hashable", cls))
+    if len(raw) != len(scalars) + len(others) or not (raw.keys() >= scalars.keys() and raw.keys() >= others.keys()):
+        known = scalars.keys() | others.keys()
         missing, unknown = sorted(known - raw.keys()), sorted(raw.keys() - known)
         raise BundleError(f"{where}: manifest fields missing: {missing or 'none'}, unknown: {unknown or 'none'}")
-    return cls(**{name: _value(hint, raw[name], where, name) for name, hint in hints})
+    for name, kind in scalars.items():
+        if type(raw[name]) is not kind:
+            raise _mistyped(kind, raw[name], where, name)
+    values = dict(raw)
+    for name, read in others.items():
+        values[name] = read(raw[name], where, name)
+    return cls(**values)
 
 
-def _value(hint: Any, value: Any, where: str, name: str) -> Any:
-    if hint is str or hint is int or hint is bool:
-        if type(value) is hint:
-            return value
-    elif dataclasses.is_dataclass(hint):
-        if isinstance(value, dict):
-            return _decode(typing.cast("type[Any]", hint), value, f"{where}: {name}")
-    elif isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        return _value(typing.get_args(hint)[0], value, where, name)
-    else:
-        return _container(hint, value, where, name)
-    raise _mistyped(hint, value, where, name)
+@functools.cache
+def _fields(cls: Any) -> tuple[dict[str, type], dict[str, _Reader]]:
+    """Returns the types of a record's scalar fields, and readers for its others."""
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    scalars = {name: hints[name] for name in names if hints[name] in (str, int, bool)}
+    return scalars, {name: _reader(hints[name]) for name in names if name not in scalars}
 
 
-def _container(hint: Any, value: Any, where: str, name: str) -> Any:
+def _reader(hint: Any) -> _Reader:
+    """Makes the reader of a type; making it once keeps introspection out of the thousands of values of a manifest."""
+    if hint in (str, int, bool):
+        return functools.partial(_read_scalar, hint)
+    if dataclasses.is_dataclass(hint):
+        return functools.partial(_read_record, hint)
+    if isinstance(hint, types.UnionType):
+        inner = _reader(typing.get_args(hint)[0])
+        return lambda value, where, name: None if value is None else inner(value, where, name)
     args = typing.get_args(hint)
     if typing.get_origin(hint) is dict:
-        if isinstance(value, dict):
-            return {key: _value(args[1], item, where, f"{name}.{key}") for key, item in value.items()}
-    elif isinstance(value, list):
-        if args[-1] is Ellipsis:
-            return tuple([_value(args[0], item, where, f"{name}[{i}]") for i, item in enumerate(value)])
-        if len(value) == len(args):
-            return tuple([_value(arg, item, where, name) for arg, item in zip(args, value, strict=True)])
-    raise _mistyped(hint, value, where, name)
+        return functools.partial(_read_dict, hint, _reader(args[1]))
+    if args[-1] is Ellipsis:
+        return functools.partial(_read_list, hint, _reader(args[0]))
+    return functools.partial(_read_tuple, hint, tuple(_reader(arg) for arg in args))
+
+
+def _read_scalar(hint: type, value: Any, where: str, name: str) -> Any:
+    if type(value) is not hint:
+        raise _mistyped(hint, value, where, name)
+    return value
+
+
+def _read_record(hint: Any, value: Any, where: str, name: str) -> Any:
+    if not isinstance(value, dict):
+        raise _mistyped(hint, value, where, name)
+    return _decode(hint, value, f"{where}: {name}")
+
+
+def _read_dict(hint: Any, read: _Reader, value: Any, where: str, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _mistyped(hint, value, where, name)
+    return {key: read(item, where, f"{name}.{key}") for key, item in value.items()}
+
+
+def _read_list(hint: Any, read: _Reader, value: Any, where: str, name: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _mistyped(hint, value, where, name)
+    return tuple([read(item, where, f"{name}[{i}]") for i, item in enumerate(value)])
+
+
+def _read_tuple(hint: Any, readers: tuple[_Reader, ...], value: Any, where: str, name: str) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) != len(readers):
+        raise _mistyped(hint, value, where, name)
+    return tuple([read(item, where, name) for read, item in zip(readers, value, strict=True)])
 
 
 def _mistyped(hint: Any, value: Any, where: str, name: str) -> BundleError:
