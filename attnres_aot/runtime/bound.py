@@ -106,7 +106,7 @@ class BoundConsumer:
         """
         ring = make_ring(mailbox, spin_budget, self._bundle.hidden)
         self._check_device("mailbox", mailbox)
-        self._require([Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True)])
+        self._require(Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True))
         self._mailbox = ring
         self._rebind()
         return self
@@ -121,7 +121,7 @@ class BoundConsumer:
           VariantMissError: the bundle has no aux variant of this consumer, and there is no fallback.
         """
         slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
-        self._require([Variant(key=self._key, slots=count, aux=True) for count in slots])
+        self._require(Variant(key=self._key, slots=count, aux=True) for count in slots)
         self._aux = True
         self._rebind()
         return self
@@ -147,7 +147,7 @@ class BoundConsumer:
         self._check_device("mixture", mixture)
         self._check_device("scal", scal)
         slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
-        self._require([Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True)])
+        self._require(Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True))
         self._statistics = statistics
         self._rebind()
         return self
@@ -188,10 +188,15 @@ class BoundConsumer:
             checks=self._checks,
         )
 
-    def _require(self, variants: list[Variant]) -> None:
+    def _require(self, variants: Iterable[Variant]) -> None:
         """Raises unless the bundle holds one of `variants`, or there is a fallback."""
-        if self._fallback is None and not any(variant in self._bundle for variant in variants):
-            raise variant_miss(self._bundle.bundle, variants[0])
+        asked: Variant | None = None
+        for variant in variants if self._fallback is None else ():
+            if variant in self._bundle:
+                return
+            asked = asked or variant
+        if asked is not None:
+            raise variant_miss(self._bundle.bundle, asked)
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         device = self._bundle.device
