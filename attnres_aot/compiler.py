@@ -74,7 +74,7 @@ def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
             f"this process compiles for {os.environ.get('CUTE_DSL_ARCH')!r}, asked for {str(arch)!r}: "
             "call prepare_environment first, one arch per process"
         )
-    import cutlass.cute as cute
+    from cutlass import cute
 
     from attnres_aot.kernels.consumer import Consumer
 

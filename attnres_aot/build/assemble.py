@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Sequence
 
 from attnres_aot.abi import CONSUMER_PARAMS, Param
+from attnres_aot.binary.prove import prove_image
 from attnres_aot.build.budgets import register_budget
 from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import BuildFacts, WantedImage
-from attnres_aot.bundle_writer import IMAGE_SUFFIX
+from attnres_aot.bundle.writer import IMAGE_SUFFIX
 from attnres_aot.manifest import (
     SCHEMA,
     ArchRecord,
@@ -22,7 +23,6 @@ from attnres_aot.manifest import (
     VariantRecord,
 )
 from attnres_aot.plan import Plan, PlannedVariant
-from attnres_aot.prove import prove_image
 
 ABIS: dict[str, tuple[Param, ...]] = {"consumer": CONSUMER_PARAMS}
 """Kernel -> its parameter list; a kernel's list goes by the kernel's name."""

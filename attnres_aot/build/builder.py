@@ -22,7 +22,7 @@ from attnres_aot.build.pool import Job, JobFailure, Pool, PoolSettings
 from attnres_aot.build.progress import Progress
 from attnres_aot.build.report import BuildReport
 from attnres_aot.bundle import read_manifest_bytes
-from attnres_aot.bundle_writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
+from attnres_aot.bundle.writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
 from attnres_aot.errors import BundleError, CompileError
 from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, dump_manifest
 from attnres_aot.plan import Plan

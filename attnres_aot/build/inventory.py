@@ -10,7 +10,7 @@ from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, WantedImage
 from attnres_aot.build.store import ImageStore
 from attnres_aot.bundle import Bundle, read_bundle, read_image
-from attnres_aot.bundle_writer import work_folder
+from attnres_aot.bundle.writer import work_folder
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import ImageRecord, Manifest
 

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from attnres_aot.arch import parse_arch
+from attnres_aot.binary.cubin import read_cubin
+from attnres_aot.binary.disassembler import disassemble, find_disassembler
 from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_variant
 from attnres_aot.cli.options import json_option
-from attnres_aot.cubin import read_cubin
-from attnres_aot.disassembler import disassemble, find_disassembler
 from attnres_aot.errors import UsageError, VariantMissError
 from attnres_aot.manifest import ImageRecord, VariantRecord, to_json
 

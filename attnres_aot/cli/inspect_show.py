@@ -11,9 +11,9 @@ from rich.table import Table
 
 from attnres_aot.abi import Param
 from attnres_aot.arch import parse_arch
+from attnres_aot.binary.cubin import CubinFacts
 from attnres_aot.bundle import Bundle
 from attnres_aot.cli.plan_rows import ranges
-from attnres_aot.cubin import CubinFacts
 from attnres_aot.manifest import ImageRecord, Manifest, VariantRecord
 
 MIN_WIDTH = 150

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.bundle import Bundle
+from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.errors import BundleError, UsageError
 from attnres_aot.manifest import VariantRecord
-from attnres_aot.manifest_check import variant_of
 from attnres_aot.runtime.library import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attnres_aot.bundle import Bundle
+from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.errors import VariantMissError
-from attnres_aot.manifest_check import variant_of
 from attnres_aot.variants import Variant
 
 _SHOWN = 5

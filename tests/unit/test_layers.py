@@ -43,7 +43,7 @@ LAYERS = [
     Layer("cli.build_command", HEAVY),
     Layer("cli.verify_command", HEAVY),
     Layer("cli.inspect_command", HEAVY),
-    Layer("bundle", HEAVY + BUILD_TOOLS, ("errors", "arch", "abi", "manifest", "manifest_check", "variants", "tables")),
+    Layer("bundle", HEAVY + BUILD_TOOLS, ("errors", "arch", "abi", "manifest", "variants")),
     Layer("device_cli", HEAVY + BUILD_TOOLS, ("errors",)),
     Layer("runtime.api", ("cutlass", "numpy", *BUILD_TOOLS)),
     Layer("runtime.doctor", ("cutlass", "torch", *BUILD_TOOLS)),

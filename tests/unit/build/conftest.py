@@ -13,6 +13,7 @@ import pytest
 
 from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.arch import Arch
+from attnres_aot.binary.prove import ImageFacts
 from attnres_aot.build import assemble
 from attnres_aot.build.builder import BuildRequest, build
 from attnres_aot.build.keys import BuildFacts
@@ -20,7 +21,6 @@ from attnres_aot.build.pool import JobFailure, PoolSettings
 from attnres_aot.build.report import BuildReport
 from attnres_aot.errors import CompileError
 from attnres_aot.plan import Selection, plan
-from attnres_aot.prove import ImageFacts
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
 from attnres_aot.tables import parse_table
 

@@ -20,7 +20,7 @@ from attnres_aot.build.builder import build, preview
 from attnres_aot.build.inventory import Source
 from attnres_aot.build.pool import PoolSettings
 from attnres_aot.bundle import read_bundle
-from attnres_aot.bundle_writer import hold_target, work_folder
+from attnres_aot.bundle.writer import hold_target, work_folder
 from attnres_aot.errors import BundleError
 from attnres_aot.plan import Selection
 from attnres_aot.settings import Options

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import bundle_writer
 from attnres_aot.bundle import read_bundle, read_image
-from attnres_aot.bundle_writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
+from attnres_aot.bundle import writer as bundle_writer
+from attnres_aot.bundle.writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import Manifest
 

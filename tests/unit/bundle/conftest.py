@@ -15,7 +15,7 @@ from attnres_aot.build.assemble import assemble, prove_record
 from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import BuildFacts, wanted_images
 from attnres_aot.build.sources import sources_digest
-from attnres_aot.bundle_writer import hold_target, write_bundle
+from attnres_aot.bundle.writer import hold_target, write_bundle
 from attnres_aot.manifest import MANIFEST_NAME
 from attnres_aot.plan import plan
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options

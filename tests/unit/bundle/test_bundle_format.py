@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import abi, manifest, manifest_check
-from attnres_aot.bundle import MAX_MANIFEST_BYTES
+from attnres_aot import abi, manifest
+from attnres_aot.bundle import MAX_MANIFEST_BYTES, manifest_check
 
 PAGE = (Path(__file__).parents[3] / "docs" / "bundle_format.md").read_text()
 SCALARS = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnres_aot.abi import CONSUMER_PARAMS
-from attnres_aot.cubin import MAX_CUBIN_BYTES, read_cubin
+from attnres_aot.binary.cubin import MAX_CUBIN_BYTES, read_cubin
 from attnres_aot.errors import BundleError
 
 ALL_CONSUMERS = [

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.binary.disassembler import disassemble, find_disassembler
 from attnres_aot.cli import main
-from attnres_aot.disassembler import disassemble, find_disassembler
 from attnres_aot.errors import AttnResError
 
 

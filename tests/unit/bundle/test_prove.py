@@ -10,8 +10,8 @@ import pytest
 
 from attnres_aot.abi import CONSUMER_PARAMS, lay_out
 from attnres_aot.arch import Arch
+from attnres_aot.binary.prove import ImageFacts, prove_image
 from attnres_aot.errors import CompileError
-from attnres_aot.prove import ImageFacts, prove_image
 
 ASKED: dict[str, Any] = {
     "arch": Arch(10, 0),

@@ -13,10 +13,10 @@ from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.arch import parse_arch
 from attnres_aot.build.keys import PACKAGE_COMPONENT, BuildFacts, build_key
 from attnres_aot.build.sources import sources_digest
+from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.compiler import launch_constants
 from attnres_aot.errors import UsageError
 from attnres_aot.manifest import ImageRecord, Manifest, TableRecord, VariantRecord
-from attnres_aot.manifest_check import variant_of
 from attnres_aot.tables import BatchTable, scan_table
 from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerSpec, parse_variant, spec_for
 

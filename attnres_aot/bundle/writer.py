@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import MANIFEST_NAME, Manifest, dump_manifest
-from attnres_aot.manifest_check import manifest_problems
 
 IMAGE_SUFFIX = ".cubin"
 """Suffix of image files; a folder with files of other names is never replaced."""

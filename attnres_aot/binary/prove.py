@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from attnres_aot.abi import Param
 from attnres_aot.arch import Arch
-from attnres_aot.cubin import read_cubin
+from attnres_aot.binary.cubin import read_cubin
+from attnres_aot.binary.kernel_facts import KernelFacts
 from attnres_aot.errors import BundleError, CompileError
-from attnres_aot.kernel_facts import KernelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from attnres_aot.elf_image import ElfImage, Section, Symbol
+from attnres_aot.binary.elf_image import ElfImage, Section, Symbol
 from attnres_aot.errors import BundleError
 
 INSTRUCTION_BYTES = 16
