@@ -67,7 +67,7 @@ class PreparedAttnRes(BoundConsumer):
         if bundle is None:
             from attnres_aot.runtime.api import load
 
-            bundle = load(device=weights[0].device)
+            bundle = load(device=getattr(weights[0], "device", None))
         super().__init__(weights, key, eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
         self.handle = ops.register(self)
 

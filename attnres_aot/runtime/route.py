@@ -20,6 +20,8 @@ from attnres_aot.runtime.overlap import SOURCE, AddressCheck
 
 _MAX_PLANS = 256
 """Geometries remembered per route; beyond it all are forgotten and made again."""
+_MAX_ALIKE = 8
+"""Plans per geometry: guards also tell apart what launches do not, e.g. tensors made in inference mode or not."""
 
 
 class Route:
@@ -31,7 +33,7 @@ class Route:
     __slots__ = ("_plans", "plan")
 
     def __init__(self) -> None:
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, tuple[Plan, ...]] = {}
         self.plan: Launcher = UNBOUND
 
     def forget(self) -> None:
@@ -53,15 +55,16 @@ class Route:
         """
         open_driver()
         key = _geometry_key(tensors)
-        plan = self._plans.get(key)
-        if plan is None or not plan.accepts(*tensors):
+        known = self._plans.get(key, ())
+        plan = next((plan for plan in known if plan.accepts(*tensors)), None)
+        if plan is None:
             made = _make(binding, tensors)
             if not isinstance(made, Plan):
                 return made
             plan = made
             if len(self._plans) >= _MAX_PLANS:
                 self._plans = {}
-            self._plans[key] = plan
+            self._plans[key] = (plan, *known[: _MAX_ALIKE - 1])
         self.plan = plan
         return plan
 

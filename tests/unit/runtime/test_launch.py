@@ -120,7 +120,7 @@ def test_pdl_is_refused_where_the_code_does_not_support_it(bundles, weights, key
 
     loaded = api.load(bundles.write(["nb2-delta"], change=without))
     prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded, pdl=True)
-    with pytest.raises(OperandError, match="pdl was asked for, but the code of nb2-delta does not support it"):
+    with pytest.raises(OperandError, match=r"pdl was asked for, but the code of nb2-delta does not support it"):
         prepared.run(*operands().ordinary)
     assert stub.launch_count() == 0
 
@@ -216,3 +216,21 @@ def test_many_geometries_are_remembered_within_bounds(stub, prepared, operands, 
     assert [stub.launch(i).arguments()["rows"] for i in range(20)] == [*range(1, 11)] * 2
     assert len(prepared._ordinary._plans) <= 4
     assert stub.calls("cuLibraryLoadData") == 1
+
+
+def test_tensors_of_several_modes_keep_their_plans(stub, prepared, operands, monkeypatch):
+    made = []
+    make = attnres_aot.runtime.route.make_guard
+    monkeypatch.setattr(attnres_aot.runtime.route, "make_guard", lambda tensors: made.append(1) or make(tensors))
+    plain = operands()
+    with torch.inference_mode():
+        inference = operands()
+    for _ in range(3):
+        for given in (plain, inference):
+            prepared.run(*given.ordinary)
+        with torch.autocast("cpu"):
+            prepared.run(*plain.ordinary)
+        with torch.inference_mode():
+            prepared.run(*inference.ordinary)
+    assert stub.launch_count() == 12
+    assert 0 < len(made) <= 4

@@ -54,7 +54,9 @@ CASES = [
     Bad(name="sparse", operand="delta", make=lambda: rows_of(3).to_sparse(), text="a dense torch.bfloat16 tensor"),
     Bad(name="rows", operand="delta", make=lambda: rows_of(4), text="delta has 4 rows, but out has 3"),
     Bad(name="rows", operand="blocks", make=lambda: torch.zeros(2, 4, HIDDEN, dtype=BF16), text="blocks has 2 rows"),
-    Bad(name="last-stride", operand="prefix", make=lambda: rows_of(3, 2 * HIDDEN)[:, ::2], text="last stride must be 1"),
+    Bad(
+        name="last-stride", operand="prefix", make=lambda: rows_of(3, 2 * HIDDEN)[:, ::2], text="last stride must be 1"
+    ),
     Bad(
         name="row-stride",
         operand="delta",
@@ -112,7 +114,7 @@ def test_every_problem_of_one_call_is_reported(prepared, operands):
 
 def test_written_block_must_exist(bundle, weights, operands):
     prepared = attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=2, has_delta=True, write=2), 1e-5, bundle)
-    with pytest.raises(OperandError, match="blocks holds 2 blocks per row; at least 3 are wanted"):
+    with pytest.raises(OperandError, match=r"blocks holds 2 blocks per row; at least 3 are wanted"):
         prepared.run(*operands(blocks=2).ordinary)
 
 
@@ -126,7 +128,7 @@ def test_strides_that_are_never_followed_may_be_anything(stub, prepared):
 
 def test_rows_beyond_the_mailbox_are_refused(prepared, operands):
     prepared.bind_ring(attnres_aot.new_mailbox(1, 4, HIDDEN, "cpu"))
-    with pytest.raises(OperandError, match="out has 5 rows, but the bound mailbox holds 4 per slot"):
+    with pytest.raises(OperandError, match=r"out has 5 rows, but the bound mailbox holds 4 per slot"):
         prepared.run_ring(*operands(rows=5).ring)
 
 
@@ -162,14 +164,14 @@ def test_shared_memory_that_would_corrupt_is_refused(stub, prepared, operands, n
 @pytest.mark.parametrize("block", [0, 1])
 def test_writing_into_a_block_that_is_read_is_refused(prepared, operands, block):
     given = operands(rows=3)
-    with pytest.raises(OperandError, match="blocks overlaps out"):
+    with pytest.raises(OperandError, match=r"blocks overlaps out"):
         prepared.run(*given.replace(out=given.blocks[:, block]).ordinary)
 
 
 def test_reading_the_block_that_is_written_is_refused(bundle, weights, operands):
     prepared = attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=2, has_delta=True, write=2), 1e-5, bundle)
     given = operands(rows=3)
-    with pytest.raises(OperandError, match="delta overlaps blocks"):
+    with pytest.raises(OperandError, match=r"delta overlaps blocks"):
         prepared.run(*given.replace(delta=given.blocks[:, 2]).ordinary)
     prepared.run(*given.replace(delta=given.blocks[:, 3]).ordinary)
 
@@ -198,7 +200,7 @@ def test_source_may_be_a_block_that_is_only_read(stub, prepared, operands):
 def test_bound_memory_must_not_be_written(prepared, operands):
     mailbox = attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
     prepared.bind_ring(mailbox)
-    with pytest.raises(OperandError, match="out overlaps the mailbox"):
+    with pytest.raises(OperandError, match=r"out overlaps the mailbox"):
         prepared.run_ring(*operands(rows=3).replace(out=mailbox[0, :3]).ring)
 
 
@@ -209,13 +211,13 @@ def test_checks_can_be_turned_off_and_on(stub, prepared, operands):
     prepared.run(*bad.ordinary)
     assert stub.launch_count() == 1
     prepared.checks = True
-    with pytest.raises(OperandError, match="overlaps"):
+    with pytest.raises(OperandError, match=r"overlaps"):
         prepared.run(*bad.ordinary)
 
 
 def test_geometry_is_checked_even_with_checks_off(prepared, operands):
     prepared.checks = False
-    with pytest.raises(OperandError, match="delta has 4 rows"):
+    with pytest.raises(OperandError, match=r"delta has 4 rows"):
         prepared.run(*operands(rows=3).replace(delta=rows_of(4)).ordinary)
 
 
@@ -223,7 +225,7 @@ def test_tensor_that_is_resized_in_place_is_checked_again(prepared, operands):
     given = operands(rows=3)
     prepared.run(*given.ordinary)
     given.delta.resize_(2, HIDDEN)
-    with pytest.raises(OperandError, match="delta has 2 rows, but out has 3"):
+    with pytest.raises(OperandError, match=r"delta has 2 rows, but out has 3"):
         prepared.run(*given.ordinary)
 
 
@@ -231,5 +233,5 @@ def test_memory_that_was_freed_is_refused(prepared, operands):
     given = operands(rows=3)
     prepared.run(*given.ordinary)
     given.delta.untyped_storage().resize_(0)
-    with pytest.raises(OperandError, match="delta has no memory"):
+    with pytest.raises(OperandError, match=r"delta has no memory"):
         prepared.run(*given.ordinary)

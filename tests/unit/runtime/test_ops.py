@@ -72,7 +72,7 @@ def test_one_graph_serves_many_layers_and_row_counts(stub, bundle, weights, key,
 
 def test_compiled_ring_without_mailbox_names_the_missing_call(prepared, operands):
     compiled = torch.compile(prepared.run_ring, backend="eager")
-    with pytest.raises(Exception, match="bind_ring"):
+    with pytest.raises(Exception, match=r"bind_ring"):
         compiled(*operands().ring)
 
 
@@ -97,9 +97,9 @@ def test_statistics_that_a_compiler_copied_are_used(stub, prepared, operands):
 
 def test_statistics_that_are_not_bound_are_refused(prepared, operands):
     given, mixture, scal = operands(), torch.zeros(64, 1024), torch.zeros(64, 2)
-    with pytest.raises(OperandError, match="no statistics bound; bind them before tracing"):
+    with pytest.raises(OperandError, match=r"no statistics bound; bind them before tracing"):
         torch.ops.attnres_aot.run(prepared.handle, *given.ordinary, None, mixture, scal)
-    with pytest.raises(OperandError, match="only one was passed"):
+    with pytest.raises(OperandError, match=r"only one was passed"):
         torch.ops.attnres_aot.run(prepared.handle, *given.ordinary, None, mixture, None)
 
 

@@ -1,0 +1,257 @@
+"""Loading code into the driver: once, checked, never during a capture; and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import attnres_aot
+from attnres_aot.abi import CONSUMER_PARAMS, lay_out
+from attnres_aot.errors import BundleError, DriverError, UsageError
+from attnres_aot.runtime import api, driver, torch_device
+
+OLD = 12020
+HIDDEN = 1024
+
+
+@pytest.fixture
+def prepared(bundle, weights, key):
+    return attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle)
+
+
+def test_load_opens_no_image_and_a_launch_opens_one(stub, prepared, operands):
+    assert stub.calls("cuLibraryLoadData") == 0
+    for rows in (1, 2, 3):
+        prepared.run(*operands(rows=rows).ordinary)
+    assert (stub.calls("cuLibraryLoadData"), stub.calls("cuKernelGetFunction")) == (1, 1)
+
+
+def test_equal_images_of_two_bundles_are_loaded_once(stub, bundles, weights, key, operands):
+    for name in ("one", "two"):
+        loaded = api.load(bundles.write(["nb2-delta"], name=name))
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands().ordinary)
+    assert stub.calls("cuLibraryLoadData") == 1
+
+
+def test_preload_leaves_nothing_to_load(stub, bundle, prepared, operands):
+    images = bundle.bundle.manifest.images
+    assert attnres_aot.preload(bundle) == len(images) == stub.calls("cuLibraryLoadData")
+    stub.lib.stub_capturing(1)
+    prepared.run(*operands().ordinary)
+    assert stub.launch_count() == 1
+
+
+def test_preload_of_a_deployment_loads_what_it_needs(stub, bundle):
+    few = attnres_aot.preload(bundle, tp=16, dcp=16)
+    assert 0 < few == stub.calls("cuLibraryLoadData") < len(bundle.bundle.manifest.images)
+    with pytest.raises(
+        UsageError, match=r"serves no deployment with tp 4; it serves \(tp 8, dcp 1\), \(tp 16, dcp 16\)"
+    ):
+        attnres_aot.preload(bundle, tp=4)
+
+
+@pytest.mark.parametrize("state", [1, 2, "implicit"])
+def test_first_load_during_capture_is_refused_with_advice(stub, prepared, operands, state):
+    if state == "implicit":
+        stub.fail("cuStreamIsCapturing", 906)
+    else:
+        stub.lib.stub_capturing(state)
+    with pytest.raises(DriverError, match=r"nb2-delta.*not loaded yet.*call attnres_aot\.preload\(\) before capturing"):
+        prepared.run(*operands().ordinary)
+    assert (stub.calls("cuLibraryLoadData"), stub.launch_count()) == (0, 0)
+    stub.lib.stub_capturing(0)
+    stub.mend("cuStreamIsCapturing")
+    prepared.run(*operands().ordinary)
+    assert stub.launch_count() == 1
+
+
+def test_binary_with_other_parameters_is_refused(stub, bundles, weights, key, operands):
+    other = lay_out([(param.name, param.kind) for param in reversed(CONSUMER_PARAMS)])
+    loaded = api.load(bundles.write(["nb2-delta"], binary_params=other))
+    prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded)
+    with pytest.raises(BundleError, match=r"parameters are, as \(offset, size\).*the manifest promises"):
+        prepared.run(*operands().ordinary)
+    assert stub.launch_count() == 0
+
+
+def test_binary_with_fewer_threads_is_refused(bundles, weights, key, operands, stub):
+    loaded = api.load(bundles.write(["nb2-delta"], binary_threads=64))
+    with pytest.raises(BundleError, match=r"at most 64 threads per CTA, but the manifest says 128"):
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands().ordinary)
+
+
+def test_unknown_parameter_list_is_refused_at_load(stub, bundles):
+    params = lay_out([("novel", "i32"), *((p.name, p.kind) for p in CONSUMER_PARAMS[1:])])
+    with pytest.raises(BundleError, match=r"unknown novel \(i32\); missing source \(pointer\)"):
+        api.load(bundles.write(["nb2-delta"], params=params))
+
+
+def test_image_that_changes_after_load_is_refused(stub, bundle, prepared, operands):
+    file = bundle.bundle.path / "h1024-nb2-delta.cubin"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(BundleError, match=r"sha256"):
+        prepared.run(*operands().ordinary)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A driver function that fails, and what the error says."""
+
+    function: str
+    status: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.function}-{self.status}"
+
+
+REFUSALS = [
+    Refusal(
+        function="cuLibraryLoadData", status=209, text="load image .*NO_BINARY_FOR_GPU; the bundle's code does not"
+    ),
+    Refusal(function="cuLibraryLoadData", status=200, text="load image .*INVALID_IMAGE; .*attnres-aot verify"),
+    Refusal(function="cuLibraryLoadData", status=2, text="OUT_OF_MEMORY; free device memory"),
+    Refusal(function="cuLibraryLoadData", status=900, text=r"CAPTURE_UNSUPPORTED; .*attnres_aot.preload\(\)"),
+    Refusal(function="cuLibraryGetKernel", status=500, text="find kernel 'kernel_.*CUDA_ERROR_NOT_FOUND"),
+    Refusal(function="cuKernelGetFunction", status=2, text="put image .* on cpu"),
+    Refusal(function="cuKernelGetParamInfo", status=400, text="describe the parameters of image"),
+    Refusal(function="cuKernelGetAttribute", status=400, text="tell the block size of image"),
+    Refusal(function="cuStreamIsCapturing", status=400, text="tell whether the current stream is being captured"),
+    Refusal(function="cuDevicePrimaryCtxRetain", status=2, text="open device 0"),
+    Refusal(function="cuCtxPushCurrent_v2", status=201, text="make device 0 current"),
+    Refusal(
+        function="cuLaunchKernelEx", status=719, text="launch nb2-delta for 3 rows on cpu: CUDA_ERROR_LAUNCH_FAILED"
+    ),
+    Refusal(function="cuLaunchKernelEx", status=700, text="ILLEGAL_ADDRESS; an earlier kernel"),
+    Refusal(function="cuLaunchKernelEx", status=12345, text="CUresult 12345; run 'attnres-aot doctor'"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=str)
+def test_driver_refusal_names_error_variant_and_remedy(stub, prepared, operands, case):
+    given = operands(rows=3)
+    stub.fail(case.function, case.status)
+    with pytest.raises(DriverError, match=f"the CUDA driver refused to .*{case.text}"):
+        prepared.run(*given.ordinary)
+    stub.mend(case.function)
+    prepared.run(*given.ordinary)
+    assert stub.launch_count() == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine on which nothing can be launched, and the sentence that says so."""
+
+    name: str
+    text: str
+    cuda: int = 13000
+    fail: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MACHINES = [
+    Machine(name="old", cuda=OLD, text=r"driver is too old: it serves CUDA 12\.2, but launching needs 12\.4 or newer"),
+    Machine(name="no-gpu", fail={"cuInit": 100}, text="refused to start: CUDA_ERROR_NO_DEVICE; no GPU is visible"),
+    Machine(name="mismatch", fail={"cuInit": 803}, text="SYSTEM_DRIVER_MISMATCH; .*reboot"),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_unusable_machine_is_one_clear_sentence_at_load(stub, bundles, machine):
+    path = bundles.write(["nb2-delta"])
+    stub.machine(cuda=machine.cuda)
+    for function, status in machine.fail.items():
+        stub.fail(function, status)
+    with pytest.raises(DriverError, match=machine.text) as caught:
+        api.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_driver_is_one_clear_sentence(stub, bundles, monkeypatch):
+    monkeypatch.setattr(driver, "LIBRARY_NAME", "libcuda-that-is-not-there.so.1")
+    with pytest.raises(DriverError, match=r"no CUDA driver: libcuda-that-is-not-there.so.1 cannot be loaded"):
+        api.load(bundles.write(["nb2-delta"]))
+
+
+def test_library_that_lacks_functions_is_refused(stub, bundles, monkeypatch):
+    monkeypatch.setattr(driver, "FUNCTIONS", (*driver.FUNCTIONS, "cuSomethingNew"))
+    with pytest.raises(DriverError, match=r"lacks cuSomethingNew, though it claims CUDA 13.0"):
+        api.load(bundles.write(["nb2-delta"]))
+
+
+def test_arch_that_does_not_run_here_is_refused(stub, bundles):
+    stub.machine(capability=(8, 0))
+    with pytest.raises(BundleError, match=r"built for sm_90"):
+        api.load(bundles.write(["nb2-delta"]))
+
+
+class TestPickingADevice:
+    def test_torch_without_cuda_is_one_clear_sentence(self, stub, monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        with pytest.raises(DriverError, match=r"this torch \(.*\) was built without CUDA"):
+            torch_device.pick_device()
+
+    def test_numbers_and_names_are_taken(self, stub, monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        stub.machine(devices=2)
+        found = [
+            torch_device.pick_device(device).ordinal for device in (None, "cuda", "cuda:0", torch.device("cuda", 1))
+        ]
+        assert found == [1, 1, 0, 1]
+        assert torch_device.pick_device("cuda:0").current is not None
+        stub.machine(devices=1)
+        assert torch_device.pick_device("cuda:0").current is None
+
+    @pytest.mark.parametrize(
+        ("device", "text"), [("cpu", "is a cpu device"), ("cuda:2", "there is no device 'cuda:2': this process sees 2")]
+    )
+    def test_other_devices_are_refused(self, stub, monkeypatch, device, text):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        stub.machine(devices=2)
+        with pytest.raises(UsageError, match=text):
+            torch_device.pick_device(device)
+
+
+def test_load_without_a_path_finds_once(stub, bundles, monkeypatch):
+    path = bundles.write(["nb2-delta"])
+    monkeypatch.setenv("ATTNRES_AOT_BUNDLE", str(path))
+    assert api.load() is api.load()
+    assert api.load().bundle.path.resolve() == path.resolve()
+    monkeypatch.setenv("ATTNRES_AOT_BUNDLE", str(bundles.write(["nb2"], name="other")))
+    assert api.load().bundle.manifest.name == "other"
+
+
+def test_weights_alone_find_the_bundle(stub, bundles, weights, key, operands, monkeypatch):
+    monkeypatch.setenv("ATTNRES_AOT_BUNDLE", str(bundles.write(["nb2-delta"])))
+    attnres_aot.PreparedAttnRes(weights, key, 1e-5).run(*operands().ordinary)
+    assert stub.launch_count() == 1
+
+
+def test_collector_is_left_as_it_was(stub, bundles):
+    import gc
+
+    path = bundles.write(["nb2-delta"])
+    api.load(path)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        api.load(path)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_large_dynamic_shared_memory_is_asked_for(stub, bundles, weights, key, operands):
+    def large(manifest):
+        image = dataclasses.replace(manifest.images[0], smem_dynamic_bytes=48 << 10, smem_static_bytes=1)
+        return dataclasses.replace(manifest, images=(image,))
+
+    loaded = api.load(bundles.write(["nb2-delta"], change=large))
+    attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands().ordinary)
+    assert stub.calls("cuKernelSetAttribute") == 1

@@ -1,0 +1,159 @@
+"""Variants that the bundle lacks, taking variants out of it by their facts, and its tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnres_aot
+from attnres_aot.errors import OperandError, UsageError, VariantMissError
+from attnres_aot.runtime import api
+from attnres_aot.runtime.miss import nearest
+from attnres_aot.variants import ConsumerKey, parse_variant
+
+HIDDEN = 1024
+
+
+def test_miss_says_asked_found_and_next_step(stub, bundles, weights):
+    loaded = api.load(bundles.write(["nb2-delta", "nb2", "nb2-delta-ring8"]))
+    with pytest.raises(VariantMissError) as caught:
+        attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=3, has_delta=True), 1e-5, loaded)
+    text = str(caught.value)
+    assert text.splitlines()[0] == "the bundle holds no variant 'nb3-delta'"
+    assert "nearest present: nb2-delta, nb2-delta-ring8, nb2" in text
+    assert f"bundle: {loaded.bundle.path} (tiny for sm_90)" in text
+    assert "tp 8, dcp 1: attn_stats '1-2:1,4:1', attn_stats_blocks '1-8:1'" in text
+    assert "attnres-aot build --arch sm_90 --config tiny.yaml" in text
+
+
+@pytest.mark.parametrize(
+    ("bind", "text"),
+    [
+        (lambda p: p.bind_ring(attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")), "'variants: ring: true' and 8 among"),
+        (lambda p: p.bind_aux(), "'variants: aux: true'"),
+        (
+            lambda p: p.bind_statistics(torch.zeros(4, HIDDEN), torch.zeros(4, 2), [1]),
+            "'variants: stats: true' and 2:1 in a deployment's 'attn_stats_blocks'",
+        ),
+    ],
+    ids=["ring", "aux", "statistics"],
+)
+def test_binding_what_the_bundle_lacks_is_refused(stub, bundles, weights, key, bind, text):
+    prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, api.load(bundles.write(["nb2-delta"])))
+    with pytest.raises(VariantMissError) as caught:
+        bind(prepared)
+    assert text in str(caught.value)
+
+
+def test_statistics_of_no_blocks_are_explained(bundle, weights):
+    prepared = attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=0, has_delta=False, write=0), 1e-5, bundle)
+    with pytest.raises(VariantMissError, match=r"a consumer of no saved blocks has no statistics"):
+        prepared.bind_statistics(torch.zeros(4, HIDDEN), torch.zeros(4, 2), [1])
+
+
+def test_combination_that_the_bundle_lacks_is_refused_at_launch(stub, bundles, weights, key, operands):
+    loaded = api.load(bundles.write(["nb2-delta", "nb2-delta-aux", "nb2-delta-ring8"]))
+    prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).bind_aux()
+    prepared.bind_ring(attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu"))
+    given = operands()
+    with pytest.raises(VariantMissError, match=r"no variant 'nb2-delta-ring8-aux'"):
+        prepared.run_ring(*given.ring, given.aux)
+    assert stub.launch_count() == 0
+
+
+def test_fallback_is_called_for_a_miss_and_only_then(stub, bundles, weights, key, operands):
+    seen = []
+    loaded = api.load(bundles.write(["nb2-delta"]))
+    prepared = attnres_aot.PreparedAttnRes(weights, key, (1e-5, 1e-6), loaded, fallback=seen.append)
+    mailbox = attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
+    prepared.bind_ring(mailbox).bind_aux()
+    given = operands()
+    assert prepared.run(*given.ordinary) is given.out
+    assert (stub.launch_count(), seen) == (1, [])
+    assert prepared.run(*given.ordinary, given.aux) is given.out
+    assert prepared.run_ring(*given.ring) is given.out
+    assert stub.launch_count() == 1
+    assert [str(missed.variant) for missed in seen] == ["nb2-delta-aux", "nb2-delta-ring8"]
+    assert (seen[0].source, seen[0].aux) == (given.delta, given.aux)
+    assert (seen[1].source, seen[1].aux, seen[1].eps) == (mailbox, None, (1e-5, 1e-6))
+
+
+def test_fallback_gets_checked_operands_only(stub, bundles, weights, operands):
+    seen = []
+    loaded = api.load(bundles.write(["nb2-delta"]))
+    key = ConsumerKey(nb=1, has_delta=True)
+    prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded, fallback=seen.append)
+    with pytest.raises(OperandError, match=r"delta has 2 rows"):
+        prepared.run(*operands(rows=3).replace(delta=torch.zeros(2, HIDDEN, dtype=torch.bfloat16)).ordinary)
+    prepared.run(*operands(rows=0).ordinary)
+    assert seen == []
+
+
+def test_nearest_prefers_the_same_consumer():
+    present = [parse_variant(name) for name in ("nb8-delta-final", "nb4", "nb4-delta-ring8", "nb5-delta-aux-stats")]
+    assert str(nearest(parse_variant("nb4-delta-ring1"), present)[0]) == "nb4-delta-ring8"
+
+
+class TestCompileConsumer:
+    def test_ordinary_consumer_launches_from_the_bundle(self, stub, bundle, operands, weights):
+        consumer = attnres_aot.compile_consumer(2, True, None, False, 0, 0, "sm_90", bundle=bundle)
+        assert stub.calls("cuLibraryLoadData") == 1
+        given = operands(rows=3)
+        out = consumer(given.delta, given.prefix, given.blocks, weights, given.out, eps=1e-5)
+        assert out is given.out
+        assert stub.launch().arguments()["source"] == given.delta.data_ptr()
+
+    def test_everything_is_passed_on(self, stub, bundle, operands, weights):
+        consumer = attnres_aot.compile_consumer(2, 1, 2, False, 8, 64, "sm_90", aux=True, stats=1, bundle=bundle)
+        assert str(consumer.variant) == "nb2-delta-write2-ring8-aux-stats"
+        given, mailbox = operands(rows=3), attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
+        mixture, scal = torch.zeros(64, HIDDEN), torch.zeros(64, 2)
+        consumer(
+            mailbox,
+            given.prefix,
+            given.blocks,
+            weights,
+            given.out,
+            eps=(1e-5, 1e-6),
+            aux=given.aux,
+            mixture=mixture,
+            scal=scal,
+            pdl=True,
+        )
+        arguments = stub.launch().arguments()
+        found = [arguments[name] for name in ("source", "aux", "mixture", "scal", "write")]
+        assert found == [*(t.data_ptr() for t in (mailbox, given.aux, mixture, scal)), 2]
+        assert stub.launch().pdl == 1
+
+    def test_negative_write_means_none(self, bundle):
+        assert str(attnres_aot.compile_consumer(2, 1, -1, 1, 0, 0, None, bundle=bundle).variant) == "nb2-delta-final"
+
+    def test_operands_that_the_variant_does_not_take_are_refused(self, bundle, operands, weights):
+        plain = attnres_aot.compile_consumer(2, True, None, False, 0, 0, "sm_90", bundle=bundle)
+        with_aux = attnres_aot.compile_consumer(2, True, None, False, 8, 64, "sm_90", True, bundle=bundle)
+        given = operands(rows=3)
+        common = (given.prefix, given.blocks, weights, given.out)
+        with pytest.raises(OperandError, match=r"aux was passed, but nb2-delta takes none"):
+            plain(given.delta, *common, eps=1e-5, aux=given.aux)
+        with pytest.raises(OperandError, match=r"aux was not passed, but nb2-delta-ring8-aux takes it"):
+            with_aux(given.delta, *common, eps=1e-5)
+        with pytest.raises(OperandError, match=r"a mailbox \[8, 64, 1024\] is wanted"):
+            with_aux(attnres_aot.new_mailbox(1, 64, HIDDEN, "cpu"), *common, eps=1e-5, aux=given.aux)
+
+    def test_other_arch_is_refused_with_the_command(self, bundle):
+        with pytest.raises(
+            UsageError, match=r"asked for 'sm_100', but .* is for 'sm_90'.*attnres-aot build --arch sm_100"
+        ):
+            attnres_aot.compile_consumer(2, True, None, False, 0, 0, "sm_100", bundle=bundle)
+
+    def test_mailbox_without_rows_is_refused(self, bundle):
+        with pytest.raises(UsageError, match=r"a mailbox of 0 rows"):
+            attnres_aot.compile_consumer(2, True, None, False, 8, 0, "sm_90", bundle=bundle)
+
+
+def test_tables_are_read_by_deployment(bundle):
+    assert attnres_aot.statistics_rows(8, 1, bundle) == (1, 2, 4)
+    assert attnres_aot.statistics_blocks(8, 1, bundle) == tuple(range(1, 9))
+    assert attnres_aot.statistics_rows(16, 16, bundle) == ()
+    with pytest.raises(UsageError, match=r"serves no deployment with tp 8, dcp 2; .*attnres-aot build --arch sm_90"):
+        attnres_aot.statistics_rows(8, 2, bundle)
