@@ -24,10 +24,19 @@ def make_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 def python_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     """Returns a guard that compares in Python."""
-    expected = [_facts(tensor) for tensor in tensors]
+    models = [(tensor.__class__, tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
 
     def accepts(*found: torch.Tensor) -> bool:
-        return [_facts(tensor) for tensor in found] == expected
+        for tensor, (kind, shape, stride, dtype, device) in zip(found, models, strict=True):
+            if (
+                tensor.__class__ is not kind
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.dtype is not dtype
+                or tensor.device != device
+            ):
+                return False
+        return True
 
     return accepts
 
@@ -60,9 +69,3 @@ def native_guards_work() -> bool:
         return guard(*same) is True and not any(guard(other, same[1]) for other in others)
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return False
-
-
-def _facts(tensor: object) -> tuple[object, ...]:
-    if not isinstance(tensor, torch.Tensor):
-        return ()
-    return (tensor.__class__, tensor.dtype, tensor.device, tensor.shape, tensor.stride())
