@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what the loader costs on the host: launches, cold start, endurance.
 
-    python scripts/host_cost.py BUNDLE [--json] [--endurance LAUNCHES]
+    python scripts/host_cost.py BUNDLE [--json] [--cold-start] [--endurance LAUNCHES]
 
 Launches are timed against the bare `cuLaunchKernelEx` of the same kernel through ctypes with everything prebuilt, in
 the same run. `--driver FILE` uses another driver library, such as the stand-in that the unit tests build, with tensors
@@ -253,6 +253,9 @@ def main() -> int:
     parser.add_argument("bundle")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.add_argument("--endurance", type=int, default=0, metavar="LAUNCHES", help="also launch so often, 8 threads")
+    parser.add_argument(
+        "--cold-start", action="store_true", help="also time fresh processes; BUNDLE must be a whole one"
+    )
     parser.add_argument("--driver", help="another driver library; tensors are on the CPU")
     args = parser.parse_args()
     if args.driver:
@@ -262,7 +265,7 @@ def main() -> int:
     result: dict[str, Any] = {"launch_us": launches(bench)}
     if args.endurance:
         result["endurance"] = endurance(bench, args.endurance)
-    if not args.driver:
+    if args.cold_start:
         result["cold_start_ms"] = cold_start(args.bundle, bundle)
     if args.json:
         print(json.dumps(result))
