@@ -22,9 +22,10 @@ if TYPE_CHECKING:
         UsageError,
         VariantMissError,
     )
-    from attnres_aot.runtime.api import compile_consumer, load, preload, statistics_blocks, statistics_rows
+    from attnres_aot.runtime.api import compile_consumer, load, preload, ring_fault, statistics_blocks, statistics_rows
     from attnres_aot.runtime.consumer import Consumer
     from attnres_aot.runtime.fallback import Missed
+    from attnres_aot.runtime.fault import RingFault
     from attnres_aot.runtime.loaded import LoadedBundle
     from attnres_aot.runtime.mailbox import arm, new_mailbox
     from attnres_aot.runtime.prepared import PreparedAttnRes
@@ -45,6 +46,7 @@ _HOMES = {
     "Missed": "runtime.fallback",
     "OperandError": "errors",
     "PreparedAttnRes": "runtime.prepared",
+    "RingFault": "runtime.fault",
     "UsageError": "errors",
     "Variant": "variants",
     "VariantMissError": "errors",
@@ -55,6 +57,7 @@ _HOMES = {
     "parse_arch": "arch",
     "parse_variant": "variants",
     "preload": "runtime.api",
+    "ring_fault": "runtime.api",
     "statistics_blocks": "runtime.api",
     "statistics_rows": "runtime.api",
 }
@@ -75,6 +78,7 @@ __all__ = [  # noqa: RUF022 - the version first
     "Missed",
     "OperandError",
     "PreparedAttnRes",
+    "RingFault",
     "UsageError",
     "Variant",
     "VariantMissError",
@@ -85,6 +89,7 @@ __all__ = [  # noqa: RUF022 - the version first
     "parse_arch",
     "parse_variant",
     "preload",
+    "ring_fault",
     "statistics_blocks",
     "statistics_rows",
 ]

@@ -14,6 +14,7 @@ from attnres_aot.arch import Arch, parse_arch
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime.consumer import Consumer
 from attnres_aot.runtime.driver import open_driver, refuse_after_fork
+from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
 from attnres_aot.runtime.resolve import find_bundle
@@ -108,6 +109,20 @@ def statistics_blocks(tp: int, dcp: int, bundle: LoadedBundle | None = None) -> 
       UsageError: the bundle does not serve that deployment.
     """
     return (bundle or load()).statistics_blocks(tp, dcp)
+
+
+def ring_fault(device: torch.device | str | int | None = None) -> RingFault | None:
+    """Returns what a ring consumer was waiting for when its spin budget ran out; None if none has given up.
+
+    Makes no CUDA call, so it works after the kernel's trap has ended the CUDA context: call it when CUDA reports
+    cudaErrorLaunchFailure. Only launches with a spin budget (`PreparedAttnRes.bind_ring`) give up.
+
+    Args:
+      device: the device to ask about; None is any.
+    """
+    if device is None or isinstance(device, int):
+        return read_fault(device)
+    return read_fault(torch.device(device).index)
 
 
 def compile_consumer(  # noqa: PLR0913, PLR0917 - the signature that callers know

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnres_aot.errors import OperandError
+from attnres_aot.runtime.fault import RingLaunch, fault_arguments
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import mailbox_problems
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View, vector_problems
@@ -56,6 +57,8 @@ class Binding:
 
     bundle: LoadedBundle
     """Where code comes from."""
+    handle: int
+    """Number of the PreparedAttnRes that launches."""
     key: ConsumerKey
     """Which consumer."""
     weights: AttnResWeights
@@ -131,7 +134,7 @@ def make_statistics(mixture: torch.Tensor, scal: torch.Tensor, rows: Iterable[in
     return Statistics(mixture=mixture, scal=scal, rows=counts)
 
 
-def constants(binding: Binding, views: tuple[View, ...], *, with_statistics: bool) -> dict[str, int | float]:
+def constants(binding: Binding, views: tuple[View, ...], variant: Variant) -> dict[str, int | float]:
     """Returns the arguments of every launch with this geometry, by parameter name."""
     by_name = {view.expected.name: view for view in views}
     key, weights, ring, statistics = binding.key, binding.weights, binding.ring, binding.statistics
@@ -153,15 +156,28 @@ def constants(binding: Binding, views: tuple[View, ...], *, with_statistics: boo
         values["source"] = ring.mailbox.data_ptr()
         values["source_row_stride"] = row_vectors
         values["source_slot_stride"] = ring.capacity * row_vectors
-        values["spin_budget"] = ring.spin_budget
+        if ring.spin_budget:
+            values |= _spin_arguments(binding, ring, variant)
     else:
         values["source_row_stride"] = by_name[SOURCE].row_stride // VECTOR_ELEMS
     if binding.aux:
         values["aux_row_stride"] = by_name["aux"].row_stride // VECTOR_ELEMS
-    if with_statistics and statistics is not None:
+    if variant.stats and statistics is not None:
         values["mixture"] = statistics.mixture.data_ptr()
         values["scal"] = statistics.scal.data_ptr()
     return values
+
+
+def _spin_arguments(binding: Binding, ring: Ring, variant: Variant) -> dict[str, int]:
+    """Returns the arguments that bound a launch's waiting and name it if it gives up."""
+    manifest = binding.bundle.bundle.manifest
+    launch = RingLaunch(
+        variant=variant,
+        bundle=f"{manifest.name}-{manifest.arch.requested}",
+        handle=binding.handle,
+        spin_budget=ring.spin_budget,
+    )
+    return {"spin_budget": ring.spin_budget, **fault_arguments(launch, binding.bundle.device.ordinal)}
 
 
 def fixed_memory(binding: Binding, rows: int) -> list[tuple[str, int, int]]:

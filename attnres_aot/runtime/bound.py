@@ -14,6 +14,7 @@ import torch
 from attnres_aot.errors import OperandError
 from attnres_aot.runtime.binding import Binding, Ring, Statistics, make_ring, make_statistics
 from attnres_aot.runtime.fallback import Fallback
+from attnres_aot.runtime.fault import open_record
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.miss import variant_miss
 from attnres_aot.runtime.route import Route
@@ -42,7 +43,9 @@ class BoundConsumer:
         "_ring_aux",
         "_statistics",
         "_weights",
+        "handle",
     )
+    handle: int
 
     def __init__(
         self,
@@ -94,8 +97,8 @@ class BoundConsumer:
 
         Args:
           mailbox: [slots, capacity, H] bf16, contiguous, armed (see `new_mailbox`).
-          spin_budget: polls of one fragment before a launch gives up and traps, which ends the CUDA context;
-            0 waits for ever.
+          spin_budget: polls of one fragment before a launch gives up; 0 waits for ever. Giving up is a trap, which
+            ends the CUDA context: later CUDA calls of the process fail, and `fault()` says what was missing.
 
         Returns:
           This object.
@@ -103,10 +106,13 @@ class BoundConsumer:
         Raises:
           OperandError: the mailbox cannot be used; one line for every problem.
           VariantMissError: the bundle has no ring variant of that many slots, and there is no fallback.
+          DriverError: the driver refused the memory for a fault record, which a spin budget needs.
         """
         ring = make_ring(mailbox, spin_budget, self._bundle.hidden)
         self._check_device("mailbox", mailbox)
         self._require(Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True))
+        if spin_budget:
+            open_record(self._bundle.device.ordinal)
         self._mailbox = ring
         self._rebind()
         return self
@@ -178,6 +184,7 @@ class BoundConsumer:
         """Returns what launches of one route have in common."""
         return Binding(
             bundle=self._bundle,
+            handle=self.handle,
             key=self._key,
             weights=self._weights,
             eps=self._eps,

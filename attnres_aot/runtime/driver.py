@@ -42,6 +42,7 @@ FUNCTIONS = (
     "cuLaunchKernelEx",
     "cuLibraryGetKernel",
     "cuLibraryLoadData",
+    "cuMemHostAlloc",
     "cuStreamIsCapturing",
 )
 """Every driver function that the loader calls."""
@@ -67,7 +68,7 @@ _ADVICE = {
     701: "too many resources for this GPU: the bundle was built for another one",
     702: "a kernel ran for too long: is a mailbox's publisher missing?",
     719: "an earlier kernel on this device failed and the process cannot go on: find it with CUDA_LAUNCH_BLOCKING=1; "
-    "a ring consumer with a spin budget stops this way when its publisher is missing",
+    "a ring consumer with a spin budget stops this way when its publisher is missing (attnres_aot.ring_fault())",
     802: "start the fabric manager (nvidia-fabricmanager), which multi-GPU systems need",
     803: "driver library and kernel module are of different releases: reboot after the driver update, or remove the "
     "driver library that the container brings",

@@ -24,6 +24,7 @@ import torch
 
 from attnres_aot.errors import DriverError
 from attnres_aot.runtime.driver import INVALID_CONTEXT, Current, Driver
+from attnres_aot.runtime.fault import read_fault
 from attnres_aot.runtime.library import LoadedKernel
 from attnres_aot.runtime.torch_device import TorchDevice
 
@@ -173,7 +174,9 @@ class Plan:
             raise self._refused(status)
 
     def _refused(self, status: int) -> DriverError:
-        return self._driver.error(status, f"launch {self._what} on {self._device.device}")
+        error = self._driver.error(status, f"launch {self._what} on {self._device.device}")
+        fault = read_fault(self._ordinal)
+        return error if fault is None else DriverError(f"{error}. What failed: {fault}")
 
 
 class NoPlan:

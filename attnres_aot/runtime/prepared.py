@@ -14,6 +14,7 @@ from attnres_aot.runtime import ops
 from attnres_aot.runtime.binding import Binding
 from attnres_aot.runtime.bound import BoundConsumer
 from attnres_aot.runtime.fallback import Fallback, Missed
+from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.launch import NOTHING_TO_DO, Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.route import Route
@@ -35,7 +36,7 @@ class PreparedAttnRes(BoundConsumer):
     `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
     """
 
-    __slots__ = ("__weakref__", "handle")
+    __slots__ = ("__weakref__",)
 
     def __init__(
         self,
@@ -176,6 +177,15 @@ class PreparedAttnRes(BoundConsumer):
             plan = self._find(self._ring, (prefix, blocks, out), ring=True, aux=False)
         plan.launch((prefix.data_ptr(), blocks.data_ptr(), out.data_ptr()))
         return out
+
+    def fault(self) -> RingFault | None:
+        """Returns what a launch of this object was waiting for when its spin budget ran out; None if none has.
+
+        Makes no CUDA call, so it works after the trap has ended the CUDA context. `attnres_aot.ring_fault()` asks for
+        any consumer's.
+        """
+        found = read_fault(self._bundle.device.ordinal)
+        return found if found is not None and found.launch.handle == self.handle else None
 
     def _run_aux(
         self,

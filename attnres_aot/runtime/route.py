@@ -90,7 +90,7 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         driver=open_driver(),
         kernel=kernel,
         device=device,
-        constants=constants(binding, views, with_statistics=variant.stats),
+        constants=constants(binding, views, variant),
         pointers=tuple("source" if view.expected.name == SOURCE else view.expected.name for view in views),
         rows=rows,
         pdl=binding.pdl,

@@ -249,6 +249,15 @@ int cuKernelSetAttribute(int, int, Kernel*, int) {
   return 0;
 }
 
+int cuMemHostAlloc(void** out, size_t bytes, unsigned flags) {
+  ENTER("cuMemHostAlloc");
+  if (current() < 0) return kInvalidContext;
+  if (flags != 3) return kInvalidValue;  // portable, mapped
+  *out = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  std::memset(*out, 0xff, bytes);  // the driver does not clear it
+  return 0;
+}
+
 int cuStreamIsCapturing(void*, int* out) {
   ENTER("cuStreamIsCapturing");
   *out = capture_state;

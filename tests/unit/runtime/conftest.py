@@ -27,7 +27,7 @@ from attnres_aot.manifest import (
     VariantRecord,
     dump_manifest,
 )
-from attnres_aot.runtime import api, driver, library
+from attnres_aot.runtime import api, driver, fault, library
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.torch_device import TorchDevice
 from attnres_aot.variants import ConsumerKey, Variant, parse_variant, spec_for
@@ -119,6 +119,9 @@ def stub(stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> StubCuda:
     monkeypatch.setattr(library, "_kernels", {})
     monkeypatch.setattr(library, "_functions", {})
     monkeypatch.setattr(api, "_found", {})
+    monkeypatch.setattr(fault, "_records", {})
+    monkeypatch.setattr(fault, "_tags", {})
+    monkeypatch.setattr(fault, "_launches", [])
     monkeypatch.setattr(
         api, "pick_device", lambda device: cuda.device(0 if device is None else torch.device(device).index or 0)
     )
