@@ -18,6 +18,9 @@ from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_me
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses other than 0, the same as those of every other command."""
 
+INSTALL_RUNTIME = "pip install 'attnres-aot[runtime]'"
+"""The command that installs what launching needs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
@@ -77,8 +80,11 @@ def _run(name: str, arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "attnres_aot":
             raise
-        extra = "pip install 'attnres-aot[runtime]'"
-        return _fail(f"{name!r} needs the module {error.name!r}, which is not installed: {extra}", FAILED)
+        needs = f"{name!r} needs the module {error.name!r}, which is not installed: {INSTALL_RUNTIME}"
+        if not {"-h", "--help"} & set(arguments):
+            return _fail(needs, FAILED)
+        print(f"usage: attnres-aot {name} ...\n\n{command.help}\n\n{needs}; then --help lists its options")
+        return 0
     parser = argparse.ArgumentParser(prog=f"attnres-aot {name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)
     try:

@@ -127,16 +127,20 @@ class BarProgress:
 def _new_bar(console: Console) -> RichProgress:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.table import Column
 
+    # The names take the width that is left and are cut there; everything else stays whole.
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return RichProgress(
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=rest),
         console=console,
         transient=True,
+        expand=True,
     )
 
 

@@ -185,7 +185,8 @@ def report_lines(facts: Facts, findings: list[Finding]) -> list[str]:
     for finding in findings:
         lines += [f"{finding.severity}: {finding.what}", f"  fix: {finding.fix}"]
     problems = sum(finding.severity == "problem" for finding in findings)
-    lines.append(f"{problems} problem(s): this machine cannot launch" if problems else "This machine can launch.")
+    count = f"{problems} problem{'s' * (problems != 1)}"
+    lines.append(f"{count}: this machine cannot launch" if problems else "This machine can launch.")
     return lines
 
 

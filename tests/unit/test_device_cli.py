@@ -121,6 +121,10 @@ def test_a_command_without_its_dependency_says_what_to_install(
     assert capsys.readouterr().err == (
         "error: 'probe' needs the module 'torch', which is not installed: pip install 'attnres-aot[runtime]'\n"
     )
+    assert device_cli.main(["probe", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Probe." in out
+    assert "pip install 'attnres-aot[runtime]'; then --help lists its options" in out
 
 
 def test_a_missing_module_of_the_package_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

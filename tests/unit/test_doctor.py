@@ -159,7 +159,7 @@ def test_each_problem_has_its_fix(case: Sick) -> None:
     findings = diagnose(case.facts)
     assert [(finding.severity, finding.what, finding.fix) for finding in findings] == [("problem", case.what, case.fix)]
     text = "\n".join(report_lines(case.facts, findings))
-    assert f"problem: {case.what}\n  fix: {case.fix}\n1 problem(s): this machine cannot launch" in text
+    assert f"problem: {case.what}\n  fix: {case.fix}\n1 problem: this machine cannot launch" in text
 
 
 def test_a_healthy_machine_gives_no_finding() -> None:

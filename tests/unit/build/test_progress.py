@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -62,6 +63,19 @@ def test_a_terminal_gets_a_bar_with_the_images_in_work_and_the_time_left(monkeyp
     progress._bar.refresh()
     assert "2/12" in stream.getvalue()[before:]
     assert "FAILED h1024-nb2: ValueError: [no] registers" in stream.getvalue()
+    progress.end()
+
+
+def test_a_narrow_terminal_cuts_the_names_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "64")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = BarProgress(stream)
+    progress.begin("tiny-sm_90", 81, 0)
+    progress.started("h7168-stats-delta-final-ring16")
+    progress._bar.refresh()
+    line = stream.getvalue().splitlines()[-1]
+    assert " 0/81 0:00:00 left -:--:-- h7168-sta" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)
     progress.end()
 
 
