@@ -2,6 +2,7 @@
 // launches, and fails on request. A "cubin" is the text "STUB <max threads> <symbol> <offset>:<size> ..." and so says
 // what the driver would read from a real one. Not a model of the driver beyond what the tests look at.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -310,7 +311,9 @@ int cuLaunchKernelEx(const Config* config, Function* function, void** params, vo
   if (extra[0] != reinterpret_cast<void*>(1) || extra[2] != reinterpret_cast<void*>(2) || extra[4] != nullptr)
     return kInvalidValue;
   size_t bytes = *static_cast<size_t*>(extra[3]);
-  if (bytes > sizeof launch.parameters) return kInvalidValue;
+  size_t expected = 0;
+  for (const auto& [offset, size] : function->kernel->params) expected = std::max(expected, offset + size);
+  if (bytes != expected || bytes > sizeof launch.parameters) return kInvalidValue;
   launch.parameter_bytes = static_cast<uint32_t>(bytes);
   std::memcpy(launch.parameters, extra[1], bytes);
   std::lock_guard<std::mutex> guard(mutex);
