@@ -21,6 +21,23 @@ deployments:
   - {tp: 2, dcp: 1, attn_stats: "1-4:1", attn_stats_blocks: "1:1"}
 """
 
+OTHER_MODELS = {
+    "odd-cluster": """\
+name: other
+model: {hidden_size: 5120, layers: 10, block_size: 4, leading_dense_layers: 3}
+mailbox: {capacity: 7, slots: [3]}
+deployments:
+  - {tp: 2, dcp: 2, attn_stats: "7:1", attn_stats_blocks: "3:1"}
+""",
+    "widest": """\
+name: other
+model: {hidden_size: 8192, layers: 61, block_size: 8, leading_dense_layers: 0}
+mailbox: {capacity: 128, slots: [tp]}
+deployments:
+  - {tp: 12, dcp: 4, attn_stats: "1-128:1", attn_stats_blocks: "1-8:1"}
+""",
+}
+
 PROGRAM = """
 import json, sys, time
 start = time.perf_counter()
@@ -32,9 +49,9 @@ print(json.dumps({"status": status, "heavy": loaded, "seconds": time.perf_counte
 """
 
 
-def run(folder: Path, *arguments: str, seed: str) -> dict:
+def run(folder: Path, *arguments: str, seed: str, config: str = CONFIG) -> dict:
     folder.mkdir(exist_ok=True)
-    (folder / "small.yaml").write_text(CONFIG)
+    (folder / "small.yaml").write_text(config)
     root = str(Path(__file__).resolve().parents[3])
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root, "CUTE_DSL_PRINT_IR": "1"}
     command = [sys.executable, "-c", PROGRAM, "build", "--config", "small.yaml", *arguments]
@@ -71,3 +88,13 @@ def test_an_unchanged_build_takes_less_than_a_second_and_loads_nothing_heavy(bui
     runs = [run(folder, "--arch", "sm_90", "--out", "one-out", seed=seed) for seed in ("3", "4", "5")]
     assert {tuple(each["heavy"]) for each in runs} == {()}
     assert min(each["seconds"] for each in runs) < 1.0
+
+
+@pytest.mark.parametrize(("model", "arch"), [("odd-cluster", "sm_90"), ("widest", "sm_100")])
+def test_another_model_builds_and_verifies(model, arch, tmp_path):
+    """The largest images of each kind; the build itself refuses spills and too many registers."""
+    only = [f"--only={pattern}" for pattern in ("nb0-write0", "*-final-ring*-aux", "*-final-ring*-stats")]
+    run(tmp_path, "--arch", arch, *only, "--out", "out", seed="1", config=OTHER_MODELS[model])
+    found = verify_bundle(tmp_path / "out" / f"other-{arch}")
+    assert found.problems == ()
+    assert [image.kernel for image in found.manifest.images].count("consumer") == 3
