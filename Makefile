@@ -17,7 +17,7 @@ INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test check format test-gpu clean
+.PHONY: help build plan test check format test-gpu stress-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,6 +45,9 @@ format: $(TEST_STAMP) ## format the code and fix what can be fixed
 
 test-gpu: ## check every variant of BUNDLE on this machine's GPU with GPU_PYTHON (torch and pytest, no compiler)
 	ATTNRES_AOT_BUNDLE="$(BUNDLE)" $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_FLAGS)
+
+stress-gpu: ## the stress tests on a GPU with full counts; see docs/stress.md
+	ATTNRES_AOT_BUNDLE="$(BUNDLE)" $(GPU_PYTHON) -m pytest tests/gpu/test_stress.py --stress $(PYTEST_FLAGS)
 
 clean: ## remove virtual environments, caches and built bundles
 	rm -rf $(BUILD_VENV) $(TEST_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

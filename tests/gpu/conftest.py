@@ -1,7 +1,9 @@
 """Opens the bundle under test, keeps the results, and fails a session that checked nothing.
 
 The bundle is the one that `attnres_aot.load()` finds: ATTNRES_AOT_BUNDLE (a bundle, or a folder of bundles), else
-./artifacts. A report is written next to `--gpu-report` (or ATTNRES_AOT_GPU_REPORT): PATH.md and PATH.json.
+./artifacts. A report is written next to `--gpu-report` (or ATTNRES_AOT_GPU_REPORT): PATH.md and PATH.json, and what
+the stress tests measured as PATH.stress.md. `--stress` (or ATTNRES_AOT_STRESS=1) runs those with full counts; they also
+take the bundle built from tests/gpu/stress.yaml: ATTNRES_AOT_STRESS_BUNDLE, or one beside the bundle under test.
 """
 
 import functools
@@ -19,10 +21,11 @@ from attnres_aot.checking import report
 from attnres_aot.checking.cases import ROW_COUNTS, draw_banks
 from attnres_aot.checking.loaded import LoadedConsumer
 from attnres_aot.checking.suite import DeviceLostError, bundle_variants
-from attnres_aot.errors import AttnResError
+from attnres_aot.errors import AttnResError, BundleError
 from attnres_aot.variants import Variant
 
 SEED_VARIABLE = "ATTNRES_AOT_SEED"
+NOTES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser):
@@ -30,6 +33,13 @@ def pytest_addoption(parser):
         "--gpu-report",
         default=os.environ.get("ATTNRES_AOT_GPU_REPORT") or None,
         help="write the results to PATH.md and PATH.json",
+    )
+
+    parser.addoption(
+        "--stress",
+        action="store_true",
+        default=os.environ.get("ATTNRES_AOT_STRESS", "") not in ("", "0"),
+        help="run the stress tests with full counts",
     )
 
 
@@ -44,7 +54,27 @@ def opened() -> LoadedConsumer | str:
         return f"no bundle to check: {error}"
 
 
+@functools.cache
+def opened_for_stress() -> LoadedConsumer | str:
+    """The bundle for mailboxes of other slot counts than the bundle under test has, or why there is none."""
+    found = opened()
+    if isinstance(found, str):
+        return found
+    manifest = found.bundle.manifest
+    beside = found.bundle.path.parent / f"stress-{manifest.arch.requested}"
+    try:
+        return LoadedConsumer.open(os.environ.get("ATTNRES_AOT_STRESS_BUNDLE") or str(beside))
+    except BundleError as error:
+        build = f"attnres-aot build --arch {manifest.arch.requested} --config tests/gpu/stress.yaml"
+        return f"no bundle for the stress tests; build it: {build}\n{error}"
+
+
 def pytest_generate_tests(metafunc):
+    if "slots" in metafunc.fixturenames:
+        bundles = [found for found in (opened(), opened_for_stress()) if not isinstance(found, str)]
+        have = {slots for found in bundles for slots in found.bundle.manifest.mailbox.slots}
+        wanted = {1, 2, 8, 16} if metafunc.config.getoption("--stress") or not have else have
+        metafunc.parametrize("slots", sorted(wanted | have))
     if "variant" in metafunc.fixturenames:
         found = opened()
         variants = [None] if isinstance(found, str) else bundle_variants(found.bundle.manifest)
@@ -57,6 +87,29 @@ def consumer():
     if isinstance(found, str):
         pytest.fail(found, pytrace=False)
     return found
+
+
+@pytest.fixture(scope="session")
+def stress_consumer():
+    found = opened_for_stress()
+    if isinstance(found, str):
+        pytest.fail(found, pytrace=False)
+    return found
+
+
+@pytest.fixture(scope="session")
+def full(request):
+    return request.config.getoption("--stress")
+
+
+@pytest.fixture(scope="session")
+def notes(request):
+    """Takes lines about what was measured, which the summary prints and the report holds."""
+    lines = request.config.stash.setdefault(NOTES, [])
+    yield lines
+    path = request.config.getoption("--gpu-report")
+    if path and lines:
+        Path(f"{path}.stress.md").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +164,11 @@ def pytest_runtest_makereport(item, call):
     if call.excinfo is not None and call.excinfo.errisinstance(DeviceLostError):
         item.session.shouldstop = "the device was lost; nothing more can be checked in this process"
     return (yield)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in config.stash.get(NOTES, []):
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish(session):
