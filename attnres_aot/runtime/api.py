@@ -7,19 +7,21 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnres_aot.arch import Arch, parse_arch
-from attnres_aot.errors import UsageError
-from attnres_aot.runtime.consumer import Consumer
+from attnres_aot.bundle import Bundle, read_bundle
+from attnres_aot.errors import BundleError, UsageError
 from attnres_aot.runtime.driver import open_driver, refuse_after_fork
 from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
-from attnres_aot.runtime.resolve import find_bundle
 from attnres_aot.runtime.torch_device import TorchDevice, pick_device
 from attnres_aot.variants import ConsumerKey, Variant
+
+if TYPE_CHECKING:
+    from attnres_aot.runtime.consumer import Consumer
 
 _lock = threading.Lock()
 _found: dict[tuple[str | None, int], LoadedBundle] = {}
@@ -32,6 +34,8 @@ def load(
     name: str | None = None,
 ) -> LoadedBundle:
     """Finds the bundle for a device and reads its manifest. No code reaches the device before a launch or `preload`.
+
+    An image file is checked against its digest when it is loaded; `preload` loads all.
 
     Args:
       path: a bundle, or a folder of bundles. None searches the environment variable ATTNRES_AOT_BUNDLE, installed
@@ -51,6 +55,8 @@ def load(
     where = pick_device(device)
     if path is not None or name is not None:
         return _load(path, where, name)
+    from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
+
     key = (os.environ.get(ENVIRONMENT_VARIABLE), where.ordinal)
     with _lock:
         if key not in _found:
@@ -170,6 +176,8 @@ def compile_consumer(  # noqa: PLR0913, PLR0917 - the signature that callers kno
         nb=nb, has_delta=bool(delta), write=None if write is None or write < 0 else write, final=bool(final)
     )
     variant = Variant(key=key, slots=slots, aux=bool(aux), stats=bool(stats))
+    from attnres_aot.runtime.consumer import Consumer
+
     for choice in where.record(variant).choices:
         where.load_image(choice.image)
     return Consumer(bundle=where, variant=variant, capacity=cap if slots else 0)
@@ -178,7 +186,23 @@ def compile_consumer(  # noqa: PLR0913, PLR0917 - the signature that callers kno
 def _load(path: str | os.PathLike[str] | None, device: TorchDevice, name: str | None) -> LoadedBundle:
     capability = open_driver().capability(device.ordinal)
     with _no_collection():
-        return LoadedBundle(find_bundle(path, capability, name=name), device)
+        bundle = None if path is None else _read_fitting(path, capability, name)
+        if bundle is None:
+            from attnres_aot.runtime.resolve import find_bundle
+
+            bundle = find_bundle(path, capability, name=name)
+        return LoadedBundle(bundle, device)
+
+
+def _read_fitting(path: str | os.PathLike[str], capability: tuple[int, int], name: str | None) -> Bundle | None:
+    """Reads the bundle at exactly `path` if it fits; None leaves it to the search, which finds or explains."""
+    try:
+        bundle = read_bundle(path)
+    except BundleError:
+        return None
+    manifest = bundle.manifest
+    fits = name in (None, manifest.name) and parse_arch(manifest.arch.proven).runs_on(capability)
+    return bundle if fits else None
 
 
 @contextlib.contextmanager

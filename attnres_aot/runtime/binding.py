@@ -19,7 +19,7 @@ from attnres_aot.variants import ConsumerKey, Variant
 _MAX_SPIN_BUDGET = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Ring:
     """A bound mailbox."""
 
@@ -39,7 +39,7 @@ class Ring:
         return self.mailbox.shape[1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Statistics:
     """Bound statistics of the saved blocks."""
 
@@ -51,7 +51,7 @@ class Statistics:
     """Row counts whose launches take them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Binding:
     """Everything that launches of a route have in common."""
 

@@ -13,7 +13,6 @@ import torch
 
 from attnres_aot.errors import OperandError
 from attnres_aot.runtime.binding import Binding, Ring, Statistics, make_ring, make_statistics
-from attnres_aot.runtime.fallback import Fallback
 from attnres_aot.runtime.fault import open_record
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.miss import variant_miss
@@ -23,6 +22,8 @@ from attnres_aot.variants import ConsumerKey, Variant
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from attnres_aot.runtime.fallback import Fallback
 
 
 class BoundConsumer:

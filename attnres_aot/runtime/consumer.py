@@ -13,7 +13,7 @@ from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.variants import Variant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Consumer:
     """One variant of a bundle, loaded on its device. Calls check everything each time; bind once where time counts."""
 

@@ -11,7 +11,7 @@ from attnres_aot.runtime.weights import AttnResWeights
 from attnres_aot.variants import Variant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Missed:
     """A launch that the bundle holds no code for, handed to a fallback, which does all of its work in place."""
 

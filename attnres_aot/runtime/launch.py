@@ -64,7 +64,7 @@ class Slot:
         self.stream = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Order:
     """What a plan is to launch."""
 

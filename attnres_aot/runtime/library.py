@@ -23,7 +23,7 @@ _CAPTURE_IMPLICIT = 906  # the legacy stream was asked while another stream was 
 _NOT_CAPTURING = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LoadedKernel:
     """A kernel that is loaded on one device and ready to launch."""
 

@@ -21,7 +21,7 @@ _ELEM_BYTES = 2
 _MAX_STRIDE = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Expected:
     """What one operand of a consumer has to be."""
 
@@ -35,7 +35,7 @@ class Expected:
     """None for an operand [rows, H]; n for [rows, B, H] with B >= n."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class View:
     """Geometry of one operand that passed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -13,13 +13,15 @@ from attnres_aot.errors import OperandError, VariantMissError
 from attnres_aot.runtime import ops
 from attnres_aot.runtime.binding import Binding
 from attnres_aot.runtime.bound import BoundConsumer
-from attnres_aot.runtime.fallback import Fallback, Missed
 from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.launch import NOTHING_TO_DO, Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.weights import read_target
 from attnres_aot.variants import ConsumerKey
+
+if TYPE_CHECKING:
+    from attnres_aot.runtime.fallback import Fallback
 
 
 class PreparedAttnRes(BoundConsumer):
@@ -226,6 +228,8 @@ class PreparedAttnRes(BoundConsumer):
             return NOTHING_TO_DO
 
     def _fall_back(self, binding: Binding, tensors: tuple[torch.Tensor, ...]) -> None:
+        from attnres_aot.runtime.fallback import Missed
+
         assert self._fallback is not None
         operands = list(tensors)
         source = binding.ring.mailbox if binding.ring is not None else operands.pop(0)

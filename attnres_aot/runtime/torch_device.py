@@ -15,7 +15,7 @@ from attnres_aot.errors import DriverError, UsageError
 from attnres_aot.runtime.driver import open_driver
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TorchDevice:
     """One CUDA device, as torch and as the driver name it."""
 
