@@ -1,7 +1,7 @@
 """The parameter lists of the kernels: what the builder proves a binary has, and what a manifest records.
 
-Every consumer image takes the same list, so a launch is prepared the same way for all of them; what an image does
-not use is passed as 0. Offsets follow the C rule (each parameter aligned to its size), which is what the compiler
+Every image of one kernel takes the same list, so a launch is prepared the same way for all of them; what an image
+does not use is passed as 0. Offsets follow the C rule (each parameter aligned to its size), which is what the compiler
 emits and what `cuKernelGetParamInfo` reports.
 
 Strides count 16-byte vectors (8 bf16 elements), because every row must be 16-byte aligned anyway and 32 bits of
@@ -72,3 +72,31 @@ CONSUMER_PARAMS = lay_out(
     ]
 )
 """Parameters of every consumer image, in order."""
+
+STATISTICS_PARAMS = lay_out(
+    [
+        ("blocks", "pointer"),  # [rows, B, H] bf16
+        ("norm", "pointer"),  # [H] bf16
+        ("query", "pointer"),  # [H] bf16
+        ("mixture", "pointer"),  # [cap, H] fp32, contiguous, written
+        ("scal", "pointer"),  # [cap, 2] fp32, contiguous, written
+        ("blocks_row_stride", "i32"),  # vectors between rows of blocks
+        ("blocks_block_stride", "i32"),  # vectors between blocks of one row
+        ("rows", "i32"),
+        ("eps", "f32"),
+    ]
+)
+"""Parameters of every image of the statistics producer, in order."""
+
+PUBLISH_PARAMS = lay_out(
+    [
+        ("source", "pointer"),  # [rows, H] bf16
+        ("mailbox", "pointer"),  # one mailbox slot [capacity, H] bf16, contiguous, written
+        ("source_row_stride", "i32"),  # vectors
+        ("rows", "i32"),
+    ]
+)
+"""Parameters of every image of the publisher, in order."""
+
+KERNEL_PARAMS = {"consumer": CONSUMER_PARAMS, "statistics": STATISTICS_PARAMS, "publish": PUBLISH_PARAMS}
+"""Kernel -> its parameter list; in a manifest a list goes by the kernel's name."""

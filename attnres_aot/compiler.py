@@ -1,4 +1,4 @@
-"""Compiling one consumer image with the CuTe DSL, in a process that was prepared for one arch.
+"""Compiling one image with the CuTe DSL, in a process that was prepared for one arch.
 
 `prepare_environment` must run before the DSL is imported: it is configured by environment variables that are read
 at import. Only this module and `attnres_aot.kernels` import the DSL, and only inside functions here.
@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.arch import Arch
 from attnres_aot.errors import CompileError
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.variants import ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
 
-CONSUMER_THREADS = 128
-"""Threads per CTA of a consumer."""
-CONSUMER_VECTORS = 1
-"""16-byte vectors per thread of a consumer."""
+THREADS = 128
+"""Threads per CTA."""
+VECTORS = 1
+"""16-byte vectors per thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +52,27 @@ def prepare_environment(arch: Arch, environ: MutableMapping[str, str] = os.envir
     environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def launch_constants(spec: ConsumerSpec) -> dict[str, int]:
+def launch_constants(spec: ImageSpec) -> dict[str, int]:
     """The launch shape that an image of `spec` is compiled with; part of its build key."""
     return {
         "cluster": spec.cluster,
-        "threads": CONSUMER_THREADS,
-        "vectors": CONSUMER_VECTORS,
-        "min_ctas_per_sm": 4 if spec.slots > 1 else 5,
+        "threads": THREADS,
+        "vectors": VECTORS,
+        "min_ctas_per_sm": _min_ctas_per_sm(spec),
         "rows_per_cluster": 1,
         "smem_dynamic_bytes": 0,
     }
 
 
-def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
-    """Compiles the consumer for `spec`.
+def _min_ctas_per_sm(spec: ImageSpec) -> int:
+    """How many CTAs must fit one SM together; a spinning ring consumer then leaves room for others."""
+    if isinstance(spec, ConsumerSpec):
+        return 4 if spec.slots > 1 else 5
+    return 5 if isinstance(spec, StatisticsSpec) else 8
+
+
+def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:
+    """Compiles the kernel for `spec`.
 
     Raises:
       CompileError: the process was prepared for another arch, or the DSL gave no cubin.
@@ -76,24 +84,12 @@ def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
         )
     from cutlass import cute
 
-    from attnres_aot.kernels.consumer import Consumer
-
     shape = launch_constants(spec)
-    kernel = Consumer(
-        hidden=spec.hidden,
-        nb=spec.nb,
-        has_delta=spec.has_delta,
-        final=spec.final,
-        slots=spec.slots,
-        cluster=shape["cluster"],
-        threads=shape["threads"],
-        vectors=shape["vectors"],
-        min_ctas_per_sm=shape["min_ctas_per_sm"],
-    )
+    kernel = _kernel(spec, shape)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="attnres-aot-") as folder:
         options = f"--gpu-arch={arch} --keep-cubin --keep-ptx --dump-dir={folder}"
-        compiled = cute.compile(kernel, *_consumer_arguments(), options=options)
+        compiled = cute.compile(kernel, *_arguments(KERNEL_PARAMS[spec.kernel]), options=options)
         cubin, ptx = compiled.artifacts.CUBIN, compiled.artifacts.PTX
     if not isinstance(cubin, bytes) or not cubin:
         raise CompileError(f"{spec}: the compiler wrote no cubin for {arch}")
@@ -108,12 +104,28 @@ def compile_consumer_image(spec: ConsumerSpec, arch: Arch) -> CompiledImage:
     )
 
 
-def _consumer_arguments() -> list[Any]:
-    """Placeholder arguments of the kinds in abi.CONSUMER_PARAMS, and a stream."""
+def _kernel(spec: ImageSpec, shape: dict[str, int]) -> Any:
+    """Makes the kernel object of `spec`; importing a kernel's module imports the DSL."""
+    common = {name: shape[name] for name in ("cluster", "threads", "vectors", "min_ctas_per_sm")}
+    if isinstance(spec, StatisticsSpec):
+        from attnres_aot.kernels.statistics import Statistics
+
+        return Statistics(hidden=spec.hidden, nb=spec.nb, **common)
+    if isinstance(spec, PublishSpec):
+        from attnres_aot.kernels.publish import Publish
+
+        return Publish(hidden=spec.hidden, **common)
+    from attnres_aot.kernels.consumer import Consumer
+
+    return Consumer(
+        hidden=spec.hidden, nb=spec.nb, has_delta=spec.has_delta, final=spec.final, slots=spec.slots, **common
+    )
+
+
+def _arguments(params: Sequence[Param]) -> list[Any]:
+    """Placeholder arguments of the kinds of `params`, and a stream."""
     import cutlass
     from cutlass.cute.runtime import make_fake_stream, make_ptr
-
-    from attnres_aot.abi import CONSUMER_PARAMS
 
     space = cutlass.cute.AddressSpace.gmem
     make = {
@@ -121,4 +133,4 @@ def _consumer_arguments() -> list[Any]:
         "i32": lambda: cutlass.Int32(1),
         "f32": lambda: cutlass.Float32(1.0),
     }
-    return [*(make[param.kind]() for param in CONSUMER_PARAMS), make_fake_stream()]
+    return [*(make[param.kind]() for param in params), make_fake_stream()]

@@ -81,7 +81,7 @@ class ImageRecord:
     name: str
     """Name within the bundle; unique."""
     kernel: str
-    """Which kernel of the package this is: `consumer`."""
+    """Which kernel of the package this is: `consumer`, `statistics` or `publish`."""
     file: str
     """File name within the bundle folder."""
     sha256: str
@@ -151,6 +151,22 @@ class VariantRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerRecord:
+    """One producer of what variants take, and the images that serve it."""
+
+    name: str
+    """Producer name, as `variants.parse_producer` reads it."""
+    kernel: str
+    """Kernel of its images: `statistics` or `publish`."""
+    nb: int | None
+    """Saved blocks that statistics are made of."""
+    choices: tuple[Choice, ...]
+    """Images by row count."""
+    deployments: tuple[tuple[int, int], ...]
+    """(tp, dcp) pairs that need the producer, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything that a bundle promises."""
 
@@ -177,7 +193,9 @@ class Manifest:
     images: tuple[ImageRecord, ...]
     """Compiled images."""
     variants: tuple[VariantRecord, ...]
-    """What a caller can ask for."""
+    """Consumers that a caller can ask for."""
+    producers: tuple[ProducerRecord, ...]
+    """Producers that a caller can ask for."""
 
 
 def canonical_json(value: Any) -> str:
@@ -298,7 +316,10 @@ def _read_dict(hint: Any, read: _Reader, value: Any, where: str, name: str) -> d
 def _read_list(hint: Any, read: _Reader, value: Any, where: str, name: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _mistyped(hint, value, where, name)
-    return tuple([read(item, where, f"{name}[{i}]") for i, item in enumerate(value)])
+    try:
+        return tuple([read(item, where, name) for item in value])
+    except BundleError:  # read again to say which: naming every item of a good list costs more than reading it
+        return tuple([read(item, where, f"{name}[{i}]") for i, item in enumerate(value)])
 
 
 def _read_tuple(hint: Any, readers: tuple[_Reader, ...], value: Any, where: str, name: str) -> tuple[Any, ...]:

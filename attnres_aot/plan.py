@@ -1,4 +1,4 @@
-"""The plan: which variants and images a configuration needs for one arch. Pure: no GPU, disk, clock or compiler.
+"""The plan: variants, producers and images that a configuration needs on an arch. Pure: no GPU, disk, clock, compiler.
 
 Keys are derived layer by layer from the model's geometry. With `k` saved blocks before layer `i`:
 
@@ -10,20 +10,34 @@ Keys are derived layer by layer from the model's geometry. With `k` saved blocks
 
 A consumer's source may be a mailbox where what precedes it can publish into one: attention and the MoE tail can, the
 embedding (before layer 0) and a dense MLP (before the layer that follows it) cannot.
+
+Producers come with the variants that take what they make: statistics of nb blocks with statistics variants of nb
+blocks, the publisher with mailbox variants.
 """
 
 from __future__ import annotations
 
 import enum
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from attnres_aot.arch import Arch
 from attnres_aot.errors import UsageError
 from attnres_aot.settings import Config, Deployment, Model
-from attnres_aot.variants import ConsumerKey, ConsumerSpec, Variant, spec_for
+from attnres_aot.variants import (
+    ConsumerKey,
+    ConsumerSpec,
+    ImageSpec,
+    Producer,
+    PublishSpec,
+    StatisticsSpec,
+    Variant,
+    producer_spec_for,
+    producers_for,
+    spec_for,
+)
 
 
 class Position(enum.Enum):
@@ -43,7 +57,8 @@ class Selection:
     dcp: tuple[int, ...] = ()
     """Decode-context-parallel sizes to keep."""
     only: tuple[str, ...] = ()
-    """Variant names to keep: a whole name, a pattern with `*`, `?` or `[` for a whole name, or a part of names."""
+    """Names of variants and producers to keep: a whole name, a pattern with `*`, `?` or `[` for a whole name, or a
+    part of names. Producers of what the kept variants take are kept, too."""
 
 
 EVERYTHING = Selection()
@@ -65,6 +80,18 @@ class PlannedVariant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProducer:
+    """One producer that a caller can ask for, and who needs it."""
+
+    producer: Producer
+    """The producer."""
+    spec: StatisticsSpec | PublishSpec
+    """The image that serves it."""
+    deployments: tuple[tuple[int, int], ...]
+    """(tp, dcp) pairs that need it, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that a bundle will hold."""
 
@@ -76,8 +103,10 @@ class Plan:
     """The deployments that the selection kept, ascending by (tp, dcp)."""
     variants: tuple[PlannedVariant, ...]
     """Variants, ascending by `Variant.sort_key`."""
-    images: tuple[ConsumerSpec, ...]
-    """Distinct images that serve the variants, ascending by `ConsumerSpec.sort_key`."""
+    producers: tuple[PlannedProducer, ...]
+    """Producers, ascending by `Producer.sort_key`."""
+    images: tuple[ImageSpec, ...]
+    """Distinct images: those of the variants ascending by `ConsumerSpec.sort_key`, then those of the producers."""
 
     @property
     def bundle_name(self) -> str:
@@ -124,10 +153,10 @@ def consumers(model: Model) -> Iterator[Consumer]:
 
 
 def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Plan:
-    """Derives the variants and images that `config` needs on `arch`, narrowed to `selection`.
+    """Derives the variants, producers and images that `config` needs on `arch`, narrowed to `selection`.
 
     Raises:
-      UsageError: the selection names a deployment that the configuration lacks, or a pattern that no variant matches.
+      UsageError: the selection names a deployment that the configuration lacks, or a pattern that no name matches.
     """
     deployments = _select_deployments(config.deployments, selection)
     positions: dict[Variant, set[Position]] = {}
@@ -139,7 +168,9 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
             for variant in _variants(config, consumer, deployment):
                 positions.setdefault(variant, set()).add(consumer.position)
                 users.setdefault(variant, set()).add(deployment.pair)
-    kept = _select_names(sorted(positions, key=lambda variant: variant.sort_key), selection.only)
+    everything = sorted(users, key=lambda variant: variant.sort_key)
+    needed = _producers(users, config.model.hidden_size)
+    names = _select_names([*map(str, everything), *(str(each.producer) for each in needed)], selection.only)
     variants = tuple(
         PlannedVariant(
             variant=variant,
@@ -147,10 +178,36 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
             positions=tuple(position for position in Position if position in positions[variant]),
             deployments=tuple(sorted(users[variant])),
         )
-        for variant in kept
+        for variant in everything
+        if str(variant) in names
     )
+    names |= {str(producer) for planned in variants for producer in producers_for(planned.variant)}
+    producers = tuple(planned for planned in needed if str(planned.producer) in names)
     images = sorted({planned.spec for planned in variants}, key=lambda spec: spec.sort_key)
-    return Plan(config=config, arch=arch, deployments=deployments, variants=variants, images=tuple(images))
+    return Plan(
+        config=config,
+        arch=arch,
+        deployments=deployments,
+        variants=variants,
+        producers=producers,
+        images=(*images, *(planned.spec for planned in producers)),
+    )
+
+
+def _producers(users: Mapping[Variant, set[tuple[int, int]]], hidden: int) -> list[PlannedProducer]:
+    """Returns the producers whose results variants take, in order."""
+    needed: dict[Producer, set[tuple[int, int]]] = {}
+    for variant, pairs in users.items():
+        for producer in producers_for(variant):
+            needed.setdefault(producer, set()).update(pairs)
+    return [
+        PlannedProducer(
+            producer=producer,
+            spec=producer_spec_for(producer, hidden),
+            deployments=tuple(sorted(needed[producer])),
+        )
+        for producer in sorted(needed, key=lambda producer: producer.sort_key)
+    ]
 
 
 def _variants(config: Config, consumer: Consumer, deployment: Deployment) -> Iterator[Variant]:
@@ -189,17 +246,15 @@ def _select_deployments(deployments: tuple[Deployment, ...], selection: Selectio
     return kept
 
 
-def _select_names(variants: Iterable[Variant], patterns: tuple[str, ...]) -> list[Variant]:
-    """Keeps the variants whose names match any pattern, or all when there is none."""
-    by_name = {str(variant): variant for variant in variants}
+def _select_names(names: list[str], patterns: tuple[str, ...]) -> set[str]:
+    """Returns the names that match any pattern, or all when there is none."""
     if not patterns:
-        return list(by_name.values())
-    matches = {pattern: _matching(pattern, list(by_name)) for pattern in patterns}
+        return set(names)
+    matches = {pattern: _matching(pattern, names) for pattern in patterns}
     missed = [pattern for pattern, found in matches.items() if not found]
     if missed:
-        raise UsageError("\n".join(_no_match(pattern, list(by_name)) for pattern in missed))
-    wanted = set().union(*matches.values())
-    return [variant for name, variant in by_name.items() if name in wanted]
+        raise UsageError("\n".join(_no_match(pattern, names) for pattern in missed))
+    return set().union(*matches.values())
 
 
 def _matching(pattern: str, names: list[str]) -> set[str]:
@@ -213,7 +268,8 @@ def _matching(pattern: str, names: list[str]) -> set[str]:
 def _no_match(pattern: str, names: list[str]) -> str:
     near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
     return (
-        f"{pattern!r} matches none of the {len(names)} variants selected so far; near it: {', '.join(near)}. "
+        f"{pattern!r} matches none of the {len(names)} variants and producers selected so far; near it: "
+        f"{', '.join(near)}. "
         "A pattern with *, ? or [ must match a whole name, other text may be a part of it; "
         "`attnres-aot plan --json` lists every name"
     )

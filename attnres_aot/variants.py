@@ -1,18 +1,23 @@
-"""What a caller can ask for (variants) and what is compiled for it (image specs), with the names of both.
+"""What a caller can ask for (variants, producers) and what is compiled for it (image specs), with the names of all.
 
 A variant is a consumer key, a source and options. Several variants share one compiled image: the block that is
 written, the aux copy and the mailbox capacity are run-time arguments of the kernel, and a kernel that takes
 precomputed statistics reads no saved block, so its code does not depend on how many there are.
 
-Names have one writer (`str`) and one parser (`parse_variant`):
+A producer makes what some variants take: the statistics of nb saved blocks, or the rows of a mailbox.
+
+Names have one writer (`str`) and one parser (`parse_variant`, `parse_producer`):
 
     nb7-delta-write7-final-ring8-aux-stats
+    statistics-nb8
+    publish
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attnres_aot.errors import UsageError
 
@@ -25,6 +30,10 @@ MAX_BLOCKS = 8
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
 
+STATISTICS, PUBLISH = "statistics", "publish"
+"""Kernels of producers."""
+
+_PRODUCER_NAME = re.compile(r"statistics-nb([1-9]\d*)|publish")
 _NAME = re.compile(r"nb(\d+)(-delta)?(?:-write(\d+))?(-final)?(?:-ring(\d+))?(-aux)?(-stats)?")
 
 
@@ -81,8 +90,29 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Producer:
+    """One producer that a caller can ask for."""
+
+    kernel: str
+    """STATISTICS or PUBLISH."""
+    nb: int | None = None
+    """Saved blocks that statistics are made of; None for PUBLISH."""
+
+    def __str__(self) -> str:
+        return self.kernel if self.nb is None else f"{self.kernel}-nb{self.nb}"
+
+    @property
+    def sort_key(self) -> tuple[bool, int]:
+        """Order of producers in plans, manifests and tables."""
+        return (self.kernel == PUBLISH, self.nb or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerSpec:
     """Everything that the compiled code of a consumer depends on, other than arch and toolchain."""
+
+    kernel: ClassVar[str] = "consumer"
+    """Which kernel this is a spec of."""
 
     hidden: int
     """Row length H in elements: a multiple of ELEMS_PER_CTA, at most MAX_CLUSTER times it."""
@@ -115,6 +145,63 @@ class ConsumerSpec:
         """Order of images in plans and manifests."""
         nb = MAX_BLOCKS + 1 if self.nb is None else self.nb
         return (self.hidden, self.slots, nb, self.final, not self.has_delta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsSpec:
+    """Everything that the compiled code of a statistics producer depends on, other than arch and toolchain."""
+
+    kernel: ClassVar[str] = STATISTICS
+    """Which kernel this is a spec of."""
+
+    hidden: int
+    """Row length H in elements, as for a consumer."""
+    nb: int
+    """Saved blocks that the code reads, 1..MAX_BLOCKS."""
+
+    def __str__(self) -> str:
+        return f"h{self.hidden}-{STATISTICS}-nb{self.nb}"
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share one row."""
+        return self.hidden // ELEMS_PER_CTA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishSpec:
+    """Everything that the compiled code of a publisher depends on, other than arch and toolchain."""
+
+    kernel: ClassVar[str] = PUBLISH
+    """Which kernel this is a spec of."""
+
+    hidden: int
+    """Row length H in elements, as for a consumer."""
+
+    def __str__(self) -> str:
+        return f"h{self.hidden}-{PUBLISH}"
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share one row."""
+        return self.hidden // ELEMS_PER_CTA
+
+
+ImageSpec = ConsumerSpec | StatisticsSpec | PublishSpec
+"""What an image is compiled from."""
+
+
+def producer_spec_for(producer: Producer, hidden: int) -> StatisticsSpec | PublishSpec:
+    """Returns the spec of the image that serves `producer` for rows of `hidden` elements."""
+    if producer.nb is None:
+        return PublishSpec(hidden=hidden)
+    return StatisticsSpec(hidden=hidden, nb=producer.nb)
+
+
+def producers_for(variant: Variant) -> tuple[Producer, ...]:
+    """Returns the producers whose results `variant` takes."""
+    statistics = (Producer(kernel=STATISTICS, nb=variant.key.nb),) if variant.stats else ()
+    return (*statistics, *((Producer(kernel=PUBLISH),) if variant.slots else ()))
 
 
 def spec_for(variant: Variant, hidden: int) -> ConsumerSpec:
@@ -152,3 +239,15 @@ def parse_variant(name: str) -> Variant:
     if str(variant) != name:
         raise UsageError(f"{name!r} is not a variant name: write {str(variant)!r}")
     return variant
+
+
+def parse_producer(name: str) -> Producer:
+    """Parses a producer name as written by `str(producer)`.
+
+    Raises:
+      UsageError: `name` is not a producer name.
+    """
+    match = _PRODUCER_NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(f"{name!r} is not a producer name; the forms are statistics-nbN and publish")
+    return Producer(kernel=PUBLISH) if match[1] is None else Producer(kernel=STATISTICS, nb=int(match[1]))

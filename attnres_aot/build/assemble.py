@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from attnres_aot.abi import CONSUMER_PARAMS, Param
+from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.binary.prove import prove_image
 from attnres_aot.build.budgets import register_budget
 from attnres_aot.build.image import FinishedImage
@@ -19,13 +19,11 @@ from attnres_aot.manifest import (
     MailboxRecord,
     Manifest,
     ModelRecord,
+    ProducerRecord,
     TableRecord,
     VariantRecord,
 )
 from attnres_aot.plan import Plan, PlannedVariant
-
-ABIS: dict[str, tuple[Param, ...]] = {"consumer": CONSUMER_PARAMS}
-"""Kernel -> its parameter list; a kernel's list goes by the kernel's name."""
 
 
 def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> ImageRecord:
@@ -37,9 +35,9 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
     facts = prove_image(
         image.cubin,
         arch=plan.arch,
-        params=ABIS[wanted.kernel],
+        params=KERNEL_PARAMS[wanted.kernel],
         block_threads=image.block_threads,
-        register_budget=register_budget(wanted.kernel, wanted.spec),
+        register_budget=register_budget(wanted.spec),
     )
     return ImageRecord(
         name=wanted.name,
@@ -49,7 +47,7 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
         size=len(image.cubin),
         symbol=facts.symbol,
         abi=wanted.kernel,
-        cluster=wanted.spec.cluster,
+        cluster=wanted.launch["cluster"],
         rows_per_cluster=image.rows_per_cluster,
         block_threads=image.block_threads,
         smem_static_bytes=facts.smem_static_bytes,
@@ -89,9 +87,19 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
             )
             for deployment in plan.deployments
         ),
-        abis={kernel: ABIS[kernel] for kernel in sorted({image.kernel for image in images})},
+        abis={kernel: KERNEL_PARAMS[kernel] for kernel in sorted({image.kernel for image in images})},
         images=tuple(images),
         variants=tuple(_variant_record(planned) for planned in plan.variants),
+        producers=tuple(
+            ProducerRecord(
+                name=str(planned.producer),
+                kernel=planned.producer.kernel,
+                nb=planned.producer.nb,
+                choices=(Choice(image=str(planned.spec), max_rows=None),),
+                deployments=planned.deployments,
+            )
+            for planned in plan.producers
+        ),
     )
 
 

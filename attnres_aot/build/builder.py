@@ -186,6 +186,7 @@ class _Run:
             arch=str(self.request.plan.arch),
             status="failed" if self.failures else "built",
             variants=len(self.request.plan.variants),
+            producers=len(self.request.plan.producers),
             images=len(self.steps),
             compiled=tuple(step.wanted.name for step in done if step.source is Source.COMPILER),
             reused=tuple(step.wanted.name for step in done if step.source is not Source.COMPILER),
@@ -234,9 +235,12 @@ def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> Non
         return
     manifest = inventory.bundle.manifest
     variants = {record.name for record in manifest.variants} - {str(item.variant) for item in request.plan.variants}
+    producers = {record.name for record in manifest.producers}
+    producers -= {str(item.producer) for item in request.plan.producers}
     tables = {(table.tp, table.dcp) for table in manifest.tables} - {item.pair for item in request.plan.deployments}
-    if variants or tables:
-        lost = [f"{len(variants)} variants"] * bool(variants) + [f"(tp, dcp) {pair}" for pair in sorted(tables)]
+    if variants or producers or tables:
+        lost = [f"{len(variants)} variants"] * bool(variants) + [f"{len(producers)} producers"] * bool(producers)
+        lost += [f"(tp, dcp) {pair}" for pair in sorted(tables)]
         raise BundleError(
             f"this part of the plan would replace {str(request.path)!r} and lose {', '.join(lost)} that it holds; "
             "write elsewhere with --out, or replace it with --force"
@@ -251,6 +255,7 @@ def _unchanged_report(request: BuildRequest, decided: tuple[Step, ...], start: f
         arch=str(request.plan.arch),
         status="unchanged",
         variants=len(request.plan.variants),
+        producers=len(request.plan.producers),
         images=len(names),
         reused=names,
         wall_seconds=time.perf_counter() - start,

@@ -16,7 +16,7 @@ from attnres_aot.build.sources import sources_digest
 from attnres_aot.build.toolchain import toolchain_versions
 from attnres_aot.manifest import SCHEMA, canonical_json, to_json
 from attnres_aot.plan import Plan
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.variants import ImageSpec
 
 DEFAULT_COMPILER = "attnres_aot.compiler"
 """Module that compiles images."""
@@ -64,8 +64,8 @@ class WantedImage:
     """An image that a plan needs, with its build identity."""
 
     kernel: str
-    """Which kernel: `consumer`."""
-    spec: ConsumerSpec
+    """Which kernel: a key of `abi.KERNEL_PARAMS`."""
+    spec: ImageSpec
     """What to compile."""
     launch: dict[str, int]
     """Launch constants that it is compiled with."""
@@ -84,17 +84,15 @@ def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
     wanted = []
     for spec in plan.images:
         launch = constants(spec)
-        key = build_key("consumer", spec, launch, plan.arch, facts)
-        wanted.append(WantedImage(kernel="consumer", spec=spec, launch=launch, key=key))
+        key = build_key(spec, launch, plan.arch, facts)
+        wanted.append(WantedImage(kernel=spec.kernel, spec=spec, launch=launch, key=key))
     return tuple(wanted)
 
 
-def build_key(
-    kernel: str, spec: ConsumerSpec, launch: dict[str, int], arch: Arch, facts: BuildFacts, *, schema: int = SCHEMA
-) -> str:
+def build_key(spec: ImageSpec, launch: dict[str, int], arch: Arch, facts: BuildFacts, *, schema: int = SCHEMA) -> str:
     """Returns the sha256 of everything that decides the bytes of the image of `spec` for `arch`."""
     identity = {
-        "kernel": kernel,
+        "kernel": spec.kernel,
         "spec": to_json(spec),
         "launch": launch,
         "arch": str(arch),

@@ -25,7 +25,7 @@ from attnres_aot.build.image import FinishedImage, decode_image
 from attnres_aot.build.process import WorkerProcess
 from attnres_aot.errors import CompileError
 from attnres_aot.manifest import to_json
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.variants import ConsumerSpec, ImageSpec, StatisticsSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,16 @@ class Job:
     """Which kernel."""
     key: str
     """Build key."""
-    spec: ConsumerSpec
+    spec: ImageSpec
     """What to compile."""
 
     @property
     def weight(self) -> int:
         """Relative compile time: the code grows with the vectors that one thread holds, slots and saved blocks."""
-        return 2 + self.spec.slots + (3 if self.spec.nb is None else self.spec.nb)
+        spec = self.spec
+        if isinstance(spec, ConsumerSpec):
+            return 2 + spec.slots + (3 if spec.nb is None else spec.nb)
+        return 1 + spec.nb if isinstance(spec, StatisticsSpec) else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ class BuildReport:
     """`built`, `unchanged` (nothing to do) or `failed` (the bundle is as it was before)."""
     variants: int
     """Variants of the bundle."""
+    producers: int
+    """Producers of the bundle."""
     images: int
     """Images of the bundle."""
     compiled: tuple[str, ...] = ()

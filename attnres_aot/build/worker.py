@@ -9,7 +9,7 @@ lines on the descriptor `--reply`; what the compiler prints to standard output o
             {"event": "failed", "reason": TEXT, "peak_bytes": N}
 
 The compiler module is named by `--compiler`. It offers `prepare_environment(arch)`, called once before anything else,
-and `compile_KERNEL_image(spec, arch)` for each kernel.
+and `compile_image(spec, arch)`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, TextIO
 
 from attnres_aot.arch import Arch, parse_buildable_arch
 from attnres_aot.build.image import FinishedImage, encode_image
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.variants import ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
 
-SPECS: dict[str, Callable[..., ConsumerSpec]] = {"consumer": ConsumerSpec}
+SPECS: dict[str, Callable[..., ImageSpec]] = {spec.kernel: spec for spec in (ConsumerSpec, StatisticsSpec, PublishSpec)}
 """Kernel -> class of its image specs."""
 
 _PR_SET_PDEATHSIG = 1
@@ -81,7 +81,7 @@ def _serve(compiler: Any, job: dict[str, Any], arch: Arch) -> dict[str, Any]:
 
 def _compile(compiler: Any, job: dict[str, Any], arch: Arch) -> tuple[FinishedImage, float]:
     spec = SPECS[job["kernel"]](**job["spec"])
-    compiled = getattr(compiler, f"compile_{job['kernel']}_image")(spec, arch)
+    compiled = compiler.compile_image(spec, arch)
     image = FinishedImage(
         key=job["key"],
         cubin=compiled.cubin,

@@ -1,4 +1,4 @@
-"""What a manifest's parts promise each other: images fit their variants, tables explain the deployments.
+"""What a manifest's parts promise each other: images fit what they serve, tables explain the deployments.
 
 `manifest_check` asks whether a reader can use a manifest safely; this module asks whether it tells a true story.
 Nothing here opens a file of the bundle.
@@ -9,19 +9,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from attnres_aot.abi import CONSUMER_PARAMS
+from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.arch import parse_arch
 from attnres_aot.build.keys import PACKAGE_COMPONENT, BuildFacts, build_key
 from attnres_aot.build.sources import sources_digest
-from attnres_aot.bundle.manifest_check import variant_of
+from attnres_aot.bundle.manifest_check import producer_of, variant_of
 from attnres_aot.compiler import launch_constants
 from attnres_aot.errors import UsageError
-from attnres_aot.manifest import ImageRecord, Manifest, TableRecord, VariantRecord
+from attnres_aot.manifest import Choice, ImageRecord, Manifest, ProducerRecord, TableRecord, VariantRecord
 from attnres_aot.tables import BatchTable, scan_table
-from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerSpec, parse_variant, spec_for
+from attnres_aot.variants import (
+    MAX_BLOCKS,
+    MAX_SLOTS,
+    STATISTICS,
+    ImageSpec,
+    parse_producer,
+    parse_variant,
+    producer_spec_for,
+    producers_for,
+    spec_for,
+)
 
-CONSUMER = "consumer"
-"""The kernel whose images serve variants."""
 VECTOR_ELEMS = 8
 """bf16 elements of one 16-byte access."""
 
@@ -41,6 +49,7 @@ def audit_problems(manifest: Manifest) -> list[str]:
         *_table_problems(manifest),
         *_image_problems(manifest),
         *_variant_problems(manifest),
+        *_producer_problems(manifest),
     ]
 
 
@@ -54,8 +63,9 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
 
     Only meaningful where `is_of_this_release`.
     """
-    if manifest.abis.get(CONSUMER, CONSUMER_PARAMS) != CONSUMER_PARAMS:
-        yield f"abis.{CONSUMER}: not the parameter list of the sources that the manifest names"
+    for kernel, params in KERNEL_PARAMS.items():
+        if manifest.abis.get(kernel, params) != params:
+            yield f"abis.{kernel}: not the parameter list of the sources that the manifest names"
     toolchain = {name: version for name, version in manifest.toolchain.items() if name != PACKAGE_COMPONENT}
     facts = BuildFacts(
         toolchain=toolchain,
@@ -65,20 +75,22 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
     specs = {str(spec): spec for spec in _specs(manifest)}
     for image in manifest.images:
         spec = specs.get(image.name)
-        if spec is None or image.kernel != CONSUMER:
+        if spec is None or image.kernel != spec.kernel:
             continue
         launch = launch_constants(spec)
         for constant, field in _LAUNCH_FIELDS.items():
             found = getattr(image, field)
             if found != launch[constant]:
                 yield f"image {image.name!r}: {field} is {found}, its sources say {launch[constant]}"
-        if image.build_key != build_key(image.kernel, spec, launch, parse_arch(manifest.arch.requested), facts):
+        if image.build_key != build_key(spec, launch, parse_arch(manifest.arch.requested), facts):
             yield f"image {image.name!r}: build_key is not that of its spec, arch, launch shape, sources and toolchain"
 
 
-def _specs(manifest: Manifest) -> Iterator[ConsumerSpec]:
+def _specs(manifest: Manifest) -> Iterator[ImageSpec]:
     for variant in manifest.variants:
         yield spec_for(variant_of(variant), manifest.model.hidden)
+    for producer in manifest.producers:
+        yield producer_spec_for(producer_of(producer), manifest.model.hidden)
 
 
 def _header_problems(manifest: Manifest) -> Iterator[str]:
@@ -129,15 +141,17 @@ def _table_problems(manifest: Manifest) -> Iterator[str]:
 
 def _image_problems(manifest: Manifest) -> Iterator[str]:
     served = {choice.image for variant in manifest.variants for choice in variant.choices}
+    served |= {choice.image for producer in manifest.producers for choice in producer.choices}
     for image in manifest.images:
         where = f"image {image.name!r}"
-        if image.kernel != CONSUMER:
-            yield f"{where}: kernel {image.kernel!r} is not one that this release knows: {CONSUMER}"
+        if image.kernel not in KERNEL_PARAMS:
+            known = ", ".join(KERNEL_PARAMS)
+            yield f"{where}: kernel {image.kernel!r} is not one that this release knows: {known}"
             continue
-        if image.abi != CONSUMER:
-            yield f"{where}: abi {image.abi!r}; a {CONSUMER} takes {CONSUMER!r}"
+        if image.abi != image.kernel:
+            yield f"{where}: abi {image.abi!r}; images of kernel {image.kernel!r} take {image.kernel!r}"
         if image.name not in served:
-            yield f"{where}: no variant uses it"
+            yield f"{where}: no variant or producer uses it"
         if not _covers_row(image, manifest.model.hidden):
             yield (
                 f"{where}: {image.cluster} CTAs of {image.block_threads} threads do not share rows of "
@@ -156,10 +170,38 @@ def _variant_problems(manifest: Manifest) -> Iterator[str]:
         for problem in (
             *_name_problems(record),
             *_geometry_problems(record, manifest),
-            *_fit_problems(record, manifest.model.hidden),
-            *_deployment_problems(record, tables),
+            *_fit_problems(record.choices, spec_for(variant_of(record), manifest.model.hidden)),
+            *_deployment_problems(record.deployments, tables),
+            *_stats_problems(record, tables),
         ):
             yield f"variant {record.name!r:.80}: {problem}"
+
+
+def _producer_problems(manifest: Manifest) -> Iterator[str]:
+    tables = {(table.tp, table.dcp): table for table in manifest.tables}
+    present = {producer_of(record) for record in manifest.producers}
+    for variant in manifest.variants:
+        for producer in producers_for(variant_of(variant)):
+            if producer not in present:
+                yield f"variant {variant.name!r:.80}: takes what {str(producer)!r} makes, which is not in the bundle"
+    for record in manifest.producers:
+        for problem in (
+            *_kind_problems(record, manifest),
+            *_deployment_problems(record.deployments, tables),
+        ):
+            yield f"producer {record.name!r:.80}: {problem}"
+
+
+def _kind_problems(record: ProducerRecord, manifest: Manifest) -> Iterator[str]:
+    try:
+        producer = parse_producer(record.name)
+    except UsageError as error:
+        yield str(error)
+        return
+    blocks = _saved_blocks(manifest)
+    if producer.kernel == STATISTICS and not 1 <= (producer.nb or 0) <= min(blocks, MAX_BLOCKS):
+        yield f"nb is {producer.nb}; the model has {blocks} saved blocks"
+    yield from _fit_problems(record.choices, producer_spec_for(producer, manifest.model.hidden))
 
 
 def _name_problems(record: VariantRecord) -> Iterator[str]:
@@ -170,8 +212,7 @@ def _name_problems(record: VariantRecord) -> Iterator[str]:
 
 
 def _geometry_problems(record: VariantRecord, manifest: Manifest) -> Iterator[str]:
-    model = manifest.model
-    blocks = -(-model.layers // model.block_size) if model.block_size > 0 else 0
+    blocks = _saved_blocks(manifest)
     if not 0 <= record.nb <= min(blocks, MAX_BLOCKS):
         yield f"nb is {record.nb}; the model has {blocks} saved blocks"
     if record.write not in (None, record.nb):
@@ -182,23 +223,32 @@ def _geometry_problems(record: VariantRecord, manifest: Manifest) -> Iterator[st
         yield "a consumer of no saved blocks has no mailbox and no statistics"
 
 
-def _fit_problems(record: VariantRecord, hidden: int) -> Iterator[str]:
-    spec = str(spec_for(variant_of(record), hidden))
-    for choice in record.choices:
-        if choice.image != spec:
-            yield f"image {choice.image!r} is not code for it; that would be {spec!r}"
+def _saved_blocks(manifest: Manifest) -> int:
+    model = manifest.model
+    return -(-model.layers // model.block_size) if model.block_size > 0 else 0
+
+
+def _fit_problems(choices: Iterable[Choice], spec: ImageSpec) -> Iterator[str]:
+    for choice in choices:
+        if choice.image != str(spec):
+            yield f"image {choice.image!r} is not code for it; that would be {str(spec)!r}"
         if choice.max_rows is not None and choice.max_rows < 1:
             yield f"image {choice.image!r}: max_rows is {choice.max_rows}; at least 1 is possible"
 
 
-def _deployment_problems(record: VariantRecord, tables: dict[tuple[int, int], TableRecord]) -> Iterator[str]:
-    if not record.deployments:
+def _deployment_problems(
+    deployments: tuple[tuple[int, int], ...], tables: dict[tuple[int, int], TableRecord]
+) -> Iterator[str]:
+    if not deployments:
         yield "no deployment needs it"
-    if list(record.deployments) != sorted(set(record.deployments)):
-        yield f"its deployments {_pairs(record.deployments)} are not ascending"
-    unknown = [pair for pair in record.deployments if pair not in tables]
+    if list(deployments) != sorted(set(deployments)):
+        yield f"its deployments {_pairs(deployments)} are not ascending"
+    unknown = [pair for pair in deployments if pair not in tables]
     if unknown:
         yield f"deployments {_pairs(unknown)} are not in the tables, which have {_pairs(tables)}"
+
+
+def _stats_problems(record: VariantRecord, tables: dict[tuple[int, int], TableRecord]) -> Iterator[str]:
     if record.stats:
         off = [pair for pair in record.deployments if pair in tables and not _uses_stats(tables[pair], record.nb)]
         if off:

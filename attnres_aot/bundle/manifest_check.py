@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from attnres_aot.abi import KIND_BYTES, Param
 from attnres_aot.arch import parse_arch
 from attnres_aot.errors import UsageError
-from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, VariantRecord, to_json
-from attnres_aot.variants import ConsumerKey, Variant
+from attnres_aot.manifest import MANIFEST_NAME, Choice, ImageRecord, Manifest, ProducerRecord, VariantRecord, to_json
+from attnres_aot.variants import ConsumerKey, Producer, Variant
 
 MAX_NAME_CHARS = 128
 """Longest file, image or bundle name."""
@@ -53,14 +53,19 @@ def manifest_problems(manifest: Manifest) -> list[str]:
         ("image name", (image.name for image in manifest.images)),
         ("image file", (image.file for image in manifest.images)),
         ("variant name", (variant.name for variant in manifest.variants)),
+        ("producer name", (producer.name for producer in manifest.producers)),
         ("table", (f"tp {table.tp}, dcp {table.dcp}" for table in manifest.tables)),
     ):
         problems.extend(f"{what} {name!r} occurs more than once" for name in _repeated(names))
     for image in manifest.images:
         problems.extend(f"image {image.name!r:.80}: {problem}" for problem in _image_problems(image, manifest))
-    images = {image.name for image in manifest.images}
+    kernels = {image.name: image.kernel for image in manifest.images}
     for variant in manifest.variants:
-        problems.extend(f"variant {variant.name!r:.80}: {problem}" for problem in _variant_problems(variant, images))
+        problems.extend(f"variant {variant.name!r:.80}: {problem}" for problem in _variant_problems(variant, kernels))
+    for producer in manifest.producers:
+        problems.extend(
+            f"producer {producer.name!r:.80}: {problem}" for problem in _producer_problems(producer, kernels)
+        )
     return problems
 
 
@@ -121,13 +126,25 @@ def _image_problems(image: ImageRecord, manifest: Manifest) -> Iterator[str]:
             yield f"{field} is {value}; {low} to {high} is possible"
 
 
-def _variant_problems(variant: VariantRecord, images: set[str]) -> Iterator[str]:
+def _variant_problems(variant: VariantRecord, kernels: Mapping[str, str]) -> Iterator[str]:
     if str(variant_of(variant)) != variant.name:
         yield f"its fields describe {str(variant_of(variant))!r}"
-    for choice in variant.choices:
-        if choice.image not in images:
+    yield from _choice_problems(variant.choices, "consumer", kernels)
+
+
+def _producer_problems(producer: ProducerRecord, kernels: Mapping[str, str]) -> Iterator[str]:
+    if str(producer_of(producer)) != producer.name:
+        yield f"its fields describe {str(producer_of(producer))!r}"
+    yield from _choice_problems(producer.choices, producer.kernel, kernels)
+
+
+def _choice_problems(choices: tuple[Choice, ...], kernel: str, kernels: Mapping[str, str]) -> Iterator[str]:
+    for choice in choices:
+        if choice.image not in kernels:
             yield f"image {choice.image!r} is not in the bundle"
-    rows = [choice.max_rows for choice in variant.choices]
+        elif kernels[choice.image] != kernel:
+            yield f"image {choice.image!r} is of kernel {kernels[choice.image]!r}, not {kernel!r}"
+    rows = [choice.max_rows for choice in choices]
     bounds = [bound for bound in rows if bound is not None]
     if not rows or rows[-1] is not None or len(bounds) != len(rows) - 1 or bounds != sorted(set(bounds)):
         yield f"its row limits {rows} are not ascending with an open end"
@@ -137,3 +154,8 @@ def variant_of(record: VariantRecord) -> Variant:
     """Returns the variant that a record's fields describe."""
     key = ConsumerKey(nb=record.nb, has_delta=record.has_delta, write=record.write, final=record.final)
     return Variant(key=key, slots=record.slots, aux=record.aux, stats=record.stats)
+
+
+def producer_of(record: ProducerRecord) -> Producer:
+    """Returns the producer that a record's fields describe."""
+    return Producer(kernel=record.kernel, nb=record.nb)

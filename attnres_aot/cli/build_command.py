@@ -135,7 +135,8 @@ def _show(report: BuildReport) -> None:
         )
     else:
         click.echo(
-            f"{report.path}: {_count(report.variants, 'variant')}, {_count(report.images, 'image')} "
+            f"{report.path}: {_count(report.variants, 'variant')}, {_count(report.producers, 'producer')}, "
+            f"{_count(report.images, 'image')} "
             f"({len(report.compiled)} compiled, {len(report.reused)} reused), {_bytes(report.size_bytes)}"
         )
         click.echo(

@@ -103,6 +103,9 @@ def _served_by(bundle: Bundle, image: ImageRecord) -> Iterable[str]:
     for variant in bundle.manifest.variants:
         if any(choice.image == image.name for choice in variant.choices):
             yield variant.name
+    for producer in bundle.manifest.producers:
+        if any(choice.image == image.name for choice in producer.choices):
+            yield producer.name
 
 
 def _as_json(bundle: Bundle) -> dict[str, Any]:
@@ -114,6 +117,7 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
         "counts": {
             "images": len(manifest.images),
             "variants": len(manifest.variants),
+            "producers": len(manifest.producers),
             "bytes": sum(image.size for image in manifest.images),
         },
         "manifest": to_json(manifest),

@@ -31,7 +31,7 @@ class ImageView:
     facts: CubinFacts
     """What the binary says."""
     serves: tuple[str, ...]
-    """Names of the variants that use it."""
+    """Names of the variants or producers that use it."""
     sass: str | None
     """Its disassembled code, if asked for."""
 
@@ -65,6 +65,9 @@ def show_bundle(bundle: Bundle) -> None:
     console.print(_image_table(bundle.manifest))
     console.print()
     console.print(_variant_table(bundle.manifest))
+    if bundle.manifest.producers:
+        console.print()
+        console.print(_producer_table(bundle.manifest))
 
 
 def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
@@ -91,7 +94,7 @@ def show_image(view: ImageView) -> None:
     record, facts = view.record, view.facts
     console.print()
     _print_facts(console, record.name, _image_facts(record, facts))
-    _print_facts(console, "", [("serves", ", ".join(view.serves) or "no variant")])
+    _print_facts(console, "", [("serves", ", ".join(view.serves) or "nothing")])
     table = _table("parameter", "kind", "offset:", "bytes:")
     for param in view.params:
         table.add_row(escape(param.name), param.kind, str(param.offset), str(param.size))
@@ -127,7 +130,8 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
     arch = parse_arch(manifest.arch.proven)
     size = sum(image.size for image in manifest.images)
     yield "for", f"{arch.rule()}; {manifest.arch.requested} requested, {arch} proven"
-    yield "holds", f"{len(manifest.variants)} variants served by {len(manifest.images)} images of {size:,} bytes in all"
+    counts = f"{len(manifest.variants)} variants and {len(manifest.producers)} producers"
+    yield "holds", f"{counts} served by {len(manifest.images)} images of {size:,} bytes in all"
     yield "model", f"{manifest.name}: {model.layers} layers of {model.hidden}, {model.block_size} to a saved block"
     slots = ", ".join(map(str, mailbox.slots)) or "none"
     yield "mailboxes", f"capacity {mailbox.capacity} rows; slots: {slots}"
@@ -140,10 +144,11 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 def _image_table(manifest: Manifest) -> Table:
     serves: dict[str, int] = {}
-    for variant in manifest.variants:
-        for choice in variant.choices:
-            serves[choice.image] = serves.get(choice.image, 0) + 1
-    table = _table("image", "registers:", "spills:", "smem:", "CTAs:", "threads:", "rows:", "bytes:", "variants:")
+    choices = [choice for variant in manifest.variants for choice in variant.choices]
+    choices += [choice for producer in manifest.producers for choice in producer.choices]
+    for choice in choices:
+        serves[choice.image] = serves.get(choice.image, 0) + 1
+    table = _table("image", "registers:", "spills:", "smem:", "CTAs:", "threads:", "rows:", "bytes:", "serves:")
     for image in manifest.images:
         numbers = (
             image.registers,
@@ -155,6 +160,15 @@ def _image_table(manifest: Manifest) -> Table:
         )
         counts = (f"{image.size:,}", str(serves.get(image.name, 0)))
         table.add_row(escape(image.name), *map(str, numbers), *counts)
+    return table
+
+
+def _producer_table(manifest: Manifest) -> Table:
+    table = _table("producer", "saved blocks:", "image", "(tp, dcp)")
+    for producer in manifest.producers:
+        blocks = "-" if producer.nb is None else str(producer.nb)
+        images = ", ".join(choice.image for choice in producer.choices)
+        table.add_row(escape(producer.name), blocks, escape(images), _pairs(producer.deployments))
     return table
 
 

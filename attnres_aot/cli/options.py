@@ -75,7 +75,8 @@ def selection_options(function: Function) -> Function:
         "--only",
         multiple=True,
         metavar="NAME",
-        help="Keep variants by name: a whole name, a pattern such as '*-ring8*', or a part of names. Repeatable.",
+        help="Keep variants and producers by name: a whole name, a pattern such as '*-ring8*', or a part of names; "
+        "producers of what the kept variants take stay, too. Repeatable.",
     )
     @functools.wraps(function)
     def wrapped(*args: Any, tp: tuple[int, ...], dcp: tuple[int, ...], only: tuple[str, ...], **options: Any) -> Any:

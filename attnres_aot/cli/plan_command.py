@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attnres_aot.arch import Arch
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
-from attnres_aot.cli.plan_rows import Row, Source, sources
+from attnres_aot.cli.plan_rows import Row, Source, ranges, sources
 from attnres_aot.config import load_config
 from attnres_aot.manifest import to_json
 from attnres_aot.plan import Plan, Selection, plan
@@ -26,7 +26,7 @@ _LEFT = 3  # columns of words; the rest are counts, but for the last
 @selection_options
 @json_option
 def command(archs: tuple[Arch, ...], config_path: Path, selection: Selection, *, as_json: bool) -> None:
-    """Show which variants and images a configuration needs, and for which (tp, dcp)."""
+    """Show which variants, producers and images a configuration needs, and for which (tp, dcp)."""
     config = load_config(config_path)
     plans = [plan(config, arch, selection=selection) for arch in archs]
     if as_json:
@@ -38,8 +38,9 @@ def command(archs: tuple[Arch, ...], config_path: Path, selection: Selection, *,
 def _show(plans: list[Plan]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     first, config = plans[0], plans[0].config
-    counts = f"{_count(len(first.variants), 'variant')} served by {_count(len(first.images), 'image')}"
-    console.print(f"[bold]{config.name}[/]: {counts}, for each GPU architecture")
+    counts = f"{_count(len(first.variants), 'variant')} and {_count(len(first.producers), 'producer')} "
+    counts += f"served by {_count(len(first.images), 'image')}"
+    console.print(f"[bold]{config.name}[/]: {counts}, for each arch")
     pairs = _pairs(tuple(each.pair for each in first.deployments))
     console.print(
         f"[dim]{_count(config.model.layers, 'layer')} of {config.model.hidden_size}, "
@@ -52,10 +53,26 @@ def _show(plans: list[Plan]) -> None:
         console.print(f"[bold]{_source_name(source.slots)}[/]: {_source_facts(source, first)}")
         for row in source.rows:
             console.print(_line(_cells(row, source), widths))
+    _show_producers(console, first)
     console.print("\n[dim]Rows of a source share images: the written block, the aux copy and the[/]")
     console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]\n")
     for each in plans:
         console.print(f"[bold]{each.bundle_name}[/]: for {each.arch.rule()}")
+
+
+def _show_producers(console: Console, shown: Plan) -> None:
+    """Prints the producers of one kernel and of the same deployments as one line."""
+    if not shown.producers:
+        return
+    console.print(f"[bold]producers[/]: {_count(len(shown.producers), 'image')}, one each")
+    kinds: dict[tuple[str, tuple[tuple[int, int], ...]], list[int | None]] = {}
+    for planned in shown.producers:
+        kinds.setdefault((planned.producer.kernel, planned.deployments), []).append(planned.producer.nb)
+    for (kernel, deployments), blocks in kinds.items():
+        counts = [nb for nb in blocks if nb is not None]
+        what = f"of {ranges(counts)} saved blocks" if counts else "into mailboxes of any geometry"
+        everyone = len(deployments) == len(shown.deployments)
+        console.print(f"  {kernel} {what}{'' if everyone else f', only {_pairs(deployments)}'}")
 
 
 def _source_name(slots: int) -> str:
@@ -107,8 +124,12 @@ def _as_json(shown: Plan) -> dict[str, Any]:
             }
             for each in shown.deployments
         ],
-        "counts": {"variants": len(shown.variants), "images": len(shown.images)},
-        "images": [{"name": str(spec), **to_json(spec)} for spec in shown.images],
+        "counts": {
+            "variants": len(shown.variants),
+            "producers": len(shown.producers),
+            "images": len(shown.images),
+        },
+        "images": [{"name": str(spec), "kernel": spec.kernel, **to_json(spec)} for spec in shown.images],
         "variants": [
             {
                 "name": str(each.variant),
@@ -121,5 +142,14 @@ def _as_json(shown: Plan) -> dict[str, Any]:
                 "deployments": to_json(each.deployments),
             }
             for each in shown.variants
+        ],
+        "producers": [
+            {
+                "name": str(each.producer),
+                **to_json(each.producer),
+                "image": str(each.spec),
+                "deployments": to_json(each.deployments),
+            }
+            for each in shown.producers
         ],
     }

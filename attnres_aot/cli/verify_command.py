@@ -48,6 +48,7 @@ def _summary(manifest: Manifest) -> str:
     size = sum(image.size for image in manifest.images)
     return (
         f"{_count(len(manifest.images), 'image')} of {size:,} bytes, {_count(len(manifest.variants), 'variant')}, "
+        f"{_count(len(manifest.producers), 'producer')}, "
         f"{manifest.arch.proven} (for {parse_arch(manifest.arch.proven).rule()})"
     )
 
@@ -65,5 +66,6 @@ def _as_json(report: VerifyReport) -> dict[str, Any]:
         "notes": list(report.notes),
         "images": len(manifest.images) if manifest else None,
         "variants": len(manifest.variants) if manifest else None,
+        "producers": len(manifest.producers) if manifest else None,
         "arch": manifest.arch.proven if manifest else None,
     }

@@ -220,3 +220,11 @@ def trap_with_record(fault, tag, row, slot, column, *, loc=None, ip=None):
     _asm(None, operands, text, "l,r,r,r,r", volatile=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def st_f32(address, values, *, loc=None, ip=None):
+    """Stores 2 or 4 consecutive fp32 to a global address that is aligned to all of them."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip)]
+    operands += [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
+    names = ", ".join(f"${i + 1}" for i in range(len(values)))
+    text = f"st.global.v{len(values)}.f32 [$0], {{{names}}};"
+    _asm(None, operands, text, "l" + ",f" * len(values), volatile=True, loc=loc, ip=ip)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from attnres_aot.abi import CONSUMER_PARAMS
+from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.bundle import Bundle
 from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.errors import BundleError, UsageError
-from attnres_aot.manifest import VariantRecord
+from attnres_aot.manifest import Choice, ProducerRecord, VariantRecord
 from attnres_aot.runtime.library import LoadedKernel, load_kernel
-from attnres_aot.runtime.miss import variant_miss
+from attnres_aot.runtime.miss import producer_miss, variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice
 from attnres_aot.tables import parse_table
-from attnres_aot.variants import ConsumerKey, Variant
+from attnres_aot.variants import ConsumerKey, Producer, Variant
 
 
 class LoadedBundle:
@@ -26,13 +26,14 @@ class LoadedBundle:
     `bundle` holds path and manifest, `device` the device.
     """
 
-    __slots__ = ("_images", "_kernels", "_lock", "_variants", "bundle", "device")
+    __slots__ = ("_images", "_kernels", "_lock", "_producers", "_variants", "bundle", "device")
 
     def __init__(self, bundle: Bundle, device: TorchDevice) -> None:
         _check_parameters(bundle)
         self.bundle = bundle
         self.device = device
         self._variants = {record.name: record for record in bundle.manifest.variants}
+        self._producers = {record.name: record for record in bundle.manifest.producers}
         self._images = {image.name: image for image in bundle.manifest.images}
         self._kernels: dict[str, LoadedKernel] = {}
         self._lock = threading.Lock()
@@ -75,10 +76,22 @@ class LoadedBundle:
           BundleError: the image is damaged.
           DriverError: the driver refused, or a graph is being captured and the image is not loaded.
         """
-        for choice in self.record(variant).choices:
-            if choice.max_rows is None or rows <= choice.max_rows:
-                return self.load_image(choice.image)
-        raise AssertionError(f"variant {variant} has no image for {rows} rows")
+        return self.load_image(_chosen(self.record(variant).choices, rows))
+
+    def producer_record(self, producer: Producer) -> ProducerRecord:
+        """Returns the manifest's record of a producer.
+
+        Raises:
+          VariantMissError: the bundle does not hold it.
+        """
+        found = self._producers.get(str(producer))
+        if found is None:
+            raise producer_miss(self.bundle, producer)
+        return found
+
+    def producer_kernel(self, producer: Producer, rows: int) -> LoadedKernel:
+        """Returns the kernel that serves `rows` rows of a producer, loading it if needed; raises as `kernel` does."""
+        return self.load_image(_chosen(self.producer_record(producer).choices, rows))
 
     def load_image(self, name: str) -> LoadedKernel:
         """Loads one image, or returns it if it is loaded already."""
@@ -124,7 +137,9 @@ class LoadedBundle:
 
     def _images_for(self, deployments: list[tuple[int, int]]) -> Iterator[str]:
         wanted = set(deployments)
-        for record in self.bundle.manifest.variants:
+        manifest = self.bundle.manifest
+        records: tuple[VariantRecord | ProducerRecord, ...] = (*manifest.variants, *manifest.producers)
+        for record in records:
             if not wanted.isdisjoint(record.deployments):
                 yield from (choice.image for choice in record.choices)
 
@@ -147,8 +162,8 @@ class LoadedBundle:
 
 def _check_parameters(bundle: Bundle) -> None:
     """Refuses a bundle whose kernels take other arguments than those that this loader can give them."""
-    known = {(param.name, param.kind) for param in CONSUMER_PARAMS}
     for name, params in bundle.manifest.abis.items():
+        known = {(param.name, param.kind) for param in KERNEL_PARAMS.get(name, ())}
         found = {(param.name, param.kind) for param in params}
         if found != known:
             unknown = ", ".join(sorted(f"{param} ({kind})" for param, kind in found - known)) or "none"
@@ -157,6 +172,11 @@ def _check_parameters(bundle: Bundle) -> None:
                 f"{bundle.path}: parameter list {name!r} is not what this attnres-aot fills: unknown {unknown}; "
                 f"missing {missing}; build the bundle again, or install the attnres-aot release that built it"
             )
+
+
+def _chosen(choices: tuple[Choice, ...], rows: int) -> str:
+    """Returns the name of the image for `rows` rows; a checked manifest's last choice takes any number."""
+    return next(choice.image for choice in choices if choice.max_rows is None or rows <= choice.max_rows)
 
 
 def _switched_on(table: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnres_aot.bundle import Bundle
 from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.errors import VariantMissError
-from attnres_aot.variants import Variant
+from attnres_aot.variants import STATISTICS, Producer, Variant
 
 _SHOWN = 5
 
@@ -26,6 +26,24 @@ def variant_miss(bundle: Bundle, asked: Variant) -> VariantMissError:
     lines.append(f"Next step: {_remedy(asked)}")
     lines.append(f"  attnres-aot build --arch {manifest.arch.requested} --config {manifest.name}.yaml")
     return VariantMissError("\n".join(lines))
+
+
+def producer_miss(bundle: Bundle, asked: Producer) -> VariantMissError:
+    """Returns the error for a producer that `bundle` lacks."""
+    manifest = bundle.manifest
+    have = ", ".join(record.name for record in manifest.producers) or "none"
+    needs = (
+        f"'variants: stats: true' and {asked.nb}:1 in a deployment's 'attn_stats_blocks'"
+        if asked.kernel == STATISTICS
+        else "'variants: ring: true'"
+    )
+    return VariantMissError(
+        f"the bundle holds no producer {str(asked)!r}\n"
+        f"  present: {have}\n"
+        f"  bundle: {bundle.path} ({manifest.name} for {manifest.arch.requested})\n"
+        f"Next step: with {needs} in the configuration file, build it\n"
+        f"  attnres-aot build --arch {manifest.arch.requested} --config {manifest.name}.yaml"
+    )
 
 
 def nearest(asked: Variant, present: list[Variant]) -> list[Variant]:

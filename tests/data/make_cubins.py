@@ -15,6 +15,8 @@ OUT = Path(__file__).parent / "cubins"
 ARCHS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103", "sm_103a", "sm_120", "sm_120a")
 
 CONSUMER_PARAMS = [".u64"] * 11 + [".u32"] * 11 + [".f32"] * 2
+STATISTICS_PARAMS = [".u64"] * 5 + [".u32"] * 3 + [".f32"]
+PUBLISH_PARAMS = [".u64"] * 2 + [".u32"] * 2
 FIXED_BLOCK = ".reqntid 128, 1, 1"
 
 
@@ -38,6 +40,7 @@ SHARED = (
     "mov.u32 s, buffer; st.shared.u32 [s], t; bar.sync 0; griddepcontrol.wait; ld.shared.u32 t, [s+4]; "
     "st.global.u32 [a], t; ret;"
 )
+COPY = f"{ADDRESS} griddepcontrol.launch_dependents; griddepcontrol.wait; st.global.u32 [a], t; ret;"
 DYNAMIC = (
     f".reg .u32 s; {ADDRESS} mov.u32 s, dynamic; st.shared.u32 [s], t; bar.sync 0; ld.shared.u32 t, [s+4]; "
     "st.global.u32 [a], t; ret;"
@@ -50,6 +53,8 @@ SPILL = many_values(120)
 
 KERNELS = {
     "consumer": entry("consumer", CONSUMER_PARAMS, SHARED),
+    "statistics": entry("statistics", STATISTICS_PARAMS, SHARED),
+    "publish": entry("publish", PUBLISH_PARAMS, COPY),
     "wide": entry("wide", CONSUMER_PARAMS, many_values(24)),
     "spill": entry("spill", [".u64"], SPILL, f"{FIXED_BLOCK} .maxnreg 32"),
     "local": entry("local", [".u64"], LOCAL),
@@ -60,6 +65,10 @@ KERNELS = {
     "bare": entry("bare", [], "ret;", ".reqntid 32, 2, 1"),
     "none": ".visible .global .u32 word;\n",
 }
+
+
+BUNDLED = {"consumer", "statistics", "publish"}
+"""Kernels that test bundles of every arch are made of."""
 
 
 def make(ptxas: str, kernel: str, arch: str, toolkit: str) -> None:
@@ -73,10 +82,11 @@ def make(ptxas: str, kernel: str, arch: str, toolkit: str) -> None:
 def main(old: str, new: str) -> None:
     OUT.mkdir(exist_ok=True)
     for arch in ARCHS:
-        make(old, "consumer", arch, "cu12")
+        for kernel in BUNDLED:
+            make(old, kernel, arch, "cu12")
     for arch in ("sm_90", "sm_90a", "sm_100a", "sm_100f"):
         make(new, "consumer", arch, "cu13")
-    for kernel in KERNELS.keys() - {"consumer"}:
+    for kernel in KERNELS.keys() - BUNDLED:
         make(old, kernel, "sm_90", "cu12")
         make(old, kernel, "sm_100", "cu12")
 

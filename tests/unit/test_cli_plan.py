@@ -25,9 +25,11 @@ def show(capsys, *arguments):
 
 def test_table_counts_variants_and_images_and_says_for_whom(capsys):
     lines = show(capsys, "--arch", "sm_100").splitlines()
-    assert lines[0] == "kimi_k3: 386 variants served by 81 images, for each GPU architecture"
+    assert lines[0] == "kimi_k3: 386 variants and 9 producers served by 90 images, for each arch"
     assert "ordinary source: 98 variants, 21 images, for every (tp, dcp)" in lines
     assert "mailbox of 8 slots: 96 variants, 20 images, for (8,1) (8,8)" in lines
+    assert "producers: 9 images, one each" in lines
+    assert "  statistics of 1-8 saved blocks" in lines
     assert lines[-1] == "kimi_k3-sm_100: for compute capability 10.0 and later 10.x"
 
 
@@ -40,7 +42,7 @@ def test_rows_hold_every_variant_once():
     grouped = sources(made)
     counts = [row.plain + row.aux + row.stats + row.aux_stats for source in grouped for row in source.rows]
     assert sum(counts) == sum(source.variants for source in grouped) == len(made.variants)
-    assert sum(source.images for source in grouped) == len(made.images)
+    assert sum(source.images for source in grouped) == len(made.images) - len(made.producers)
 
 
 def test_rows_split_where_the_tables_differ(tmp_path, capsys):
@@ -58,8 +60,16 @@ def test_json_names_every_variant_and_image(capsys):
     shown = json.loads(show(capsys, "--arch", "sm_100,sm_90", "--arch", "sm_100", "--json"))
     assert [each["bundle"] for each in shown["plans"]] == ["kimi_k3-sm_100", "kimi_k3-sm_90"]
     first = shown["plans"][0]
-    assert first["counts"] == {"variants": len(first["variants"]), "images": len(first["images"])}
-    assert {each["image"] for each in first["variants"]} == {each["name"] for each in first["images"]}
+    assert first["counts"] == {name: len(first[name]) for name in ("variants", "producers", "images")}
+    served = {each["image"] for each in (*first["variants"], *first["producers"])}
+    assert served == {each["name"] for each in first["images"]}
+    assert first["producers"][0] == {
+        "name": "statistics-nb1",
+        "kernel": "statistics",
+        "nb": 1,
+        "image": "h7168-statistics-nb1",
+        "deployments": [[8, 1], [8, 8], [16, 1], [16, 16]],
+    }
     assert first["variants"][0] == {
         "name": "nb0-write0",
         "nb": 0,

@@ -14,7 +14,7 @@ from attnres_aot.errors import UsageError
 from attnres_aot.plan import Position, Selection, consumers, plan
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
 from attnres_aot.tables import parse_table
-from attnres_aot.variants import ConsumerKey, parse_variant
+from attnres_aot.variants import ConsumerKey, parse_producer, parse_variant
 
 SM_100 = parse_arch("sm_100")
 K3 = load_config(DEFAULT_CONFIG)
@@ -35,11 +35,11 @@ def names(config, **selection):
     return [str(each.variant) for each in plan(config, SM_100, selection=Selection(**selection)).variants]
 
 
-def test_kimi_k3_needs_25_keys_and_81_images():
+def test_kimi_k3_needs_25_keys_and_90_images():
     made = plan(K3, SM_100)
     assert len({each.variant.key for each in made.variants}) == 25
-    assert len(made.images) == 81
-    assert Counter((spec.slots, spec.nb is None) for spec in made.images) == {
+    assert Counter(spec.kernel for spec in made.images) == {"consumer": 81, "statistics": 8, "publish": 1}
+    assert Counter((spec.slots, spec.nb is None) for spec in made.images if spec.kernel == "consumer") == {
         (0, False): 18,
         (1, False): 17,
         (8, False): 17,
@@ -171,8 +171,61 @@ def test_variants_are_ordered_and_images_serve_them():
     made = plan(K3, SM_100)
     assert sorted(made.variants, key=lambda each: each.variant.sort_key) == list(made.variants)
     assert len({each.variant for each in made.variants}) == len(made.variants) == 386
-    assert {each.spec for each in made.variants} == set(made.images)
+    assert {each.spec for each in (*made.variants, *made.producers)} == set(made.images)
     assert all(parse_variant(str(each.variant)) == each.variant for each in made.variants)
+
+
+PRODUCERS = [f"statistics-nb{nb}" for nb in range(1, 9)] + ["publish"]
+
+
+def producers(config, **selection):
+    return [str(each.producer) for each in plan(config, SM_100, selection=Selection(**selection)).producers]
+
+
+def test_producers_are_those_of_what_the_variants_take():
+    assert producers(K3) == PRODUCERS
+    assert producers(dataclasses.replace(K3, options=Options(stats=False))) == ["publish"]
+    assert producers(dataclasses.replace(K3, options=Options(ring=False))) == PRODUCERS[:-1]
+    assert producers(dataclasses.replace(K3, options=Options(ring=False, stats=False))) == []
+
+
+def test_statistics_are_made_for_the_deployments_whose_tables_want_them():
+    wanted = dataclasses.replace(K3.deployments[0], attn_stats_blocks=parse_table("3:1,5:1"))
+    other = dataclasses.replace(K3.deployments[2], attn_stats_blocks=parse_table("5:1"))
+    made = plan(dataclasses.replace(K3, deployments=(wanted, other)), SM_100)
+    assert {str(each.producer): each.deployments for each in made.producers} == {
+        "statistics-nb3": ((8, 1),),
+        "statistics-nb5": ((8, 1), (16, 1)),
+        "publish": ((8, 1), (16, 1)),
+    }
+
+
+def test_producers_have_names_that_parse():
+    assert [str(parse_producer(name)) for name in PRODUCERS] == PRODUCERS
+    for name in ("statistics", "statistics-nb0", "publish-nb1", "nb1"):
+        with pytest.raises(UsageError, match=f"'{name}' is not a producer name"):
+            parse_producer(name)
+
+
+@dataclass(frozen=True)
+class Kept:
+    name: str
+    only: str
+    producers: list[str]
+
+
+KEPT = [
+    Kept("with_statistics_variants", "nb3-delta-stats", ["statistics-nb3"]),
+    Kept("with_ring_variants", "nb3-delta-ring8", ["publish"]),
+    Kept("with_both", "nb3-delta-ring8-stats", ["statistics-nb3", "publish"]),
+    Kept("with_neither", "nb3-delta-aux", []),
+    Kept("by_name", "statistics-nb[12]", ["statistics-nb1", "statistics-nb2"]),
+]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
+def test_a_selection_keeps_producers_with_what_takes_their_results(case):
+    assert producers(K3, only=(case.only,)) == case.producers
 
 
 def test_order_of_deployments_does_not_matter():
@@ -223,9 +276,9 @@ IMPOSSIBLE = [
     Impossible("tp", Selection(tp=(4,)), "no deployment has tp=4. The configuration has (tp, dcp) (8, 1), (8, 8)"),
     Impossible("one_of_two", Selection(tp=(8, 4), dcp=(3,)), "no deployment has tp=4; no deployment has dcp=3"),
     Impossible("pair", Selection(tp=(8,), dcp=(16,)), "no deployment has tp in [8] together with dcp in [16]"),
-    Impossible("name", Selection(only=("nb9-delta",)), "'nb9-delta' matches none of the 386 variants"),
+    Impossible("name", Selection(only=("nb9-delta",)), "'nb9-delta' matches none of the 395 variants and producers"),
     Impossible("near", Selection(only=("nb8-dleta",)), "near it: nb8-delta"),
-    Impossible("ring_of_another_tp", Selection(tp=(8,), only=("*ring16*",)), "'*ring16*' matches none of the 290"),
+    Impossible("ring_of_another_tp", Selection(tp=(8,), only=("*ring16*",)), "'*ring16*' matches none of the 299"),
     Impossible("half_a_pattern", Selection(only=("delta*",)), "must match a whole name"),
 ]
 

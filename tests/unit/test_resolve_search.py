@@ -58,6 +58,7 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         abis={"consumer": CONSUMER_PARAMS},
         images=(image,),
         variants=(),
+        producers=(),
     )
     folder.mkdir(parents=True)
     (folder / "image.cubin").write_bytes(CODE)

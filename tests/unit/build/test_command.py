@@ -42,7 +42,7 @@ def cli(tmp_path, compiler, trusting, facts, monkeypatch, capfd):
 def test_building_says_what_was_done_and_building_again_that_nothing_was(cli):
     status, out, err = cli("--arch", "sm_90")
     assert status == 0
-    assert "artifacts/tiny-sm_90: 5 variants, 5 images (5 compiled, 0 reused)" in out
+    assert "artifacts/tiny-sm_90: 5 variants, 0 producers, 5 images (5 compiled, 0 reused)" in out
     assert "with 2 jobs; the images' own compile times add up to 1.2 s; peak memory" in out
     assert err.splitlines()[0] == "tiny-sm_90: 5 images to compile, 0 reused"
     assert "[ 5/5] " in err.splitlines()[-1]

@@ -15,12 +15,11 @@ from attnres_aot.build.sources import PACKAGE, source_files, sources_digest
 from attnres_aot.build.toolchain import toolchain_versions
 from attnres_aot.errors import CompileError
 from attnres_aot.plan import plan
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.variants import ConsumerSpec, PublishSpec, StatisticsSpec
 
 SPEC = ConsumerSpec(hidden=7168, nb=3, has_delta=True, final=False, slots=8)
 FACTS = BuildFacts(toolchain={"dsl": "1"}, package_version="1", sources_sha256="a" * 64)
 BASE: dict[str, Any] = {
-    "kernel": "consumer",
     "spec": SPEC,
     "launch": {"threads": 128},
     "arch": Arch(10, 0),
@@ -37,7 +36,7 @@ class Change:
 
 
 CHANGES = [
-    Change("kernel", "kernel", "publish"),
+    Change("kernel", "spec", StatisticsSpec(hidden=7168, nb=3)),
     Change("hidden", "spec", dataclasses.replace(SPEC, hidden=1024)),
     Change("nb", "spec", dataclasses.replace(SPEC, nb=4)),
     Change("stats", "spec", dataclasses.replace(SPEC, nb=None)),
@@ -62,6 +61,12 @@ def test_what_decides_the_bytes_changes_the_key(change):
 
 def test_every_field_of_a_spec_has_a_case_above():
     assert {field.name.removeprefix("has_") for field in dataclasses.fields(SPEC)} <= {each.name for each in CHANGES}
+
+
+def test_kernels_of_equal_fields_have_different_keys():
+    statistics, publish = StatisticsSpec(hidden=7168, nb=3), PublishSpec(hidden=7168)
+    others = [ConsumerSpec(hidden=7168, nb=3, has_delta=False, final=False, slots=0), statistics, publish]
+    assert len({build_key(**{**BASE, "spec": spec}) for spec in others}) == len(others)
 
 
 def test_the_order_of_components_and_the_package_version_do_not_change_the_key():

@@ -83,7 +83,7 @@ def make_bundle(tmp_path, cubin) -> Callable[..., MadeBundle]:
         for wanted in wanted_images(shown, facts):
             image = FinishedImage(
                 key=wanted.key,
-                cubin=cubin("consumer", arch),
+                cubin=cubin(wanted.kernel, arch),
                 block_threads=128,
                 smem_dynamic_bytes=0,
                 rows_per_cluster=1,

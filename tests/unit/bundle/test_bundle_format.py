@@ -25,6 +25,7 @@ RECORDS = [
     abi.Param,
     manifest.ImageRecord,
     manifest.VariantRecord,
+    manifest.ProducerRecord,
     manifest.Choice,
 ]
 
@@ -68,9 +69,13 @@ def test_no_record_of_the_manifest_is_left_out():
     assert defined == set(RECORDS)
 
 
-def test_the_page_lists_every_consumer_parameter_in_order():
-    rows = table_under("Parameters of a consumer")
-    assert [row[:2] for row in rows] == [[f"`{param.name}`", param.kind] for param in abi.CONSUMER_PARAMS]
+HEADINGS = {"consumer": "a consumer", "statistics": "a statistics producer", "publish": "a publisher"}
+
+
+@pytest.mark.parametrize("kernel", abi.KERNEL_PARAMS)
+def test_the_page_lists_every_parameter_in_order(kernel):
+    rows = table_under(f"Parameters of {HEADINGS[kernel]}")
+    assert [row[:2] for row in rows] == [[f"`{param.name}`", param.kind] for param in abi.KERNEL_PARAMS[kernel]]
 
 
 def test_the_page_lists_every_kind_with_its_size():

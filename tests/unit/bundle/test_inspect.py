@@ -48,10 +48,12 @@ def no_packages(monkeypatch):
 def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
-    assert "22 variants served by 10 images of 66,960 bytes in all" in out
+    assert "22 variants and 2 producers served by 12 images of 78,400 bytes in all" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["h2048-nb1-delta", "8", "0", "40", "2", "128", "1", "6,696", "4"] in lines
     assert ["tp", "2,", "dcp", "2", "statistics", "for", "rows", "1-8:1;", "saved", "blocks", "2:1"] in lines
+    assert ["statistics-nb2", "2", "h2048-statistics-nb2", "(2,2)"] in lines
+    assert ["publish", "-", "h2048-publish", "(2,1)", "(2,2)"] in lines
     assert ["mailbox,", "2", "delta,", "final", "2", "plain,", "aux", "2", "1", "8", "(2,1)", "(2,2)"] in lines
 
 
@@ -93,18 +95,25 @@ def test_one_image_in_full_for_programs(bundle, capsys):
     assert (image["binary"]["arch"], image["binary"]["kernels"][0]["registers"]) == ("sm_100", 8)
 
 
+def test_an_image_of_a_producer_in_full(bundle, capsys):
+    out = run(capsys, bundle.path, "--image", "h2048-publish")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["serves", "publish"] in lines
+    assert ["source_row_stride", "i32", "16", "4"] in lines
+
+
 def test_json_holds_the_whole_manifest(bundle, capsys):
     shown = json.loads(run(capsys, bundle.path, "--json"))
     assert shown["manifest"] == bundle.read()
     assert shown["gpus"] == {"arch": "sm_100", "rule": "compute capability 10.0 and later 10.x"}
-    assert shown["counts"] == {"images": 10, "variants": 22, "bytes": 66960}
+    assert shown["counts"] == {"images": 12, "variants": 22, "producers": 2, "bytes": 78400}
 
 
 def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
     message = refused(capsys, 1, bundle.path, "--variant", "nb1-delta-write2")
     assert "no variant 'nb1-delta-write2' among the 22 of" in message
     assert "nearest: nb1-delta-write1," in message
-    assert "no image 'x' among the 10" in refused(capsys, 1, bundle.path, "--image", "x")
+    assert "no image 'x' among the 12" in refused(capsys, 1, bundle.path, "--image", "x")
 
 
 def test_a_damaged_image_is_not_shown(bundle, capsys):

@@ -66,9 +66,19 @@ class Lie:
     message: str
 
 
+def unknown_kernel(raw: dict[str, Any]) -> None:
+    raw["images"].append({**raw["images"][0], "name": "other", "file": "other.cubin", "kernel": "other"})
+
+
+def producer(index: int, **fields: Any) -> Callable[[dict[str, Any]], object]:
+    """Changes fields of a producer: the statistics of 2 blocks, or the publisher."""
+    return lambda raw: raw["producers"][index].update(fields)
+
+
 LIES = [
     Lie(name="image name", change=image(name="other"), message="image 'h2048-nb1-delta' is not in the bundle"),
-    Lie(name="image kernel", change=image(kernel="producer"), message="kernel 'producer' is not one that"),
+    Lie(name="image kernel", change=image(kernel="publish"), message="is of kernel 'publish', not 'consumer'"),
+    Lie(name="image of no variant", change=unknown_kernel, message="kernel 'other' is not one that this release knows"),
     Lie(name="image file", change=image(file="other.cubin"), message="the file is missing"),
     Lie(name="image file outside", change=image(file="../x.cubin"), message="'../x.cubin' is not a safe file name"),
     Lie(name="image file too long", change=image(file="x" * 300), message="is 300 characters long"),
@@ -88,7 +98,11 @@ LIES = [
     Lie(name="image spills", change=image(spill_bytes=8), message="spill_bytes: the manifest says 8, the binary 0"),
     Lie(name="image key", change=image(build_key="0" * 64), message="build_key is not that of its spec"),
     Lie(name="image twice", change=lambda raw: raw["images"].append(raw["images"][0]), message="occurs more than once"),
-    Lie(name="image unused", change=lambda raw: raw["variants"].__delitem__(slice(2)), message="no variant uses it"),
+    Lie(
+        name="image unused",
+        change=lambda raw: raw["variants"].__delitem__(slice(2)),
+        message="no variant or producer uses it",
+    ),
     Lie(name="images swapped", change=other_image, message="is not code for it; that would be 'h2048-nb0'"),
     Lie(name="schema", change=lambda raw: raw.update(schema=2), message="manifest schema 2"),
     Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
@@ -126,6 +140,27 @@ LIES = [
     ),
     Lie(name="variant needed by none", change=variant(0, deployments=[]), message="no deployment needs it"),
     Lie(name="variant pairs", change=variant(0, deployments=[[2, 2], [2, 1]]), message="are not ascending"),
+    Lie(
+        name="producer name", change=producer(0, name="statistics-nb1"), message="its fields describe 'statistics-nb2'"
+    ),
+    Lie(name="producer malformed", change=producer(1, name="publish-nb2", nb=2), message="is not a producer name"),
+    Lie(name="producer kernel", change=producer(1, kernel="other", name="other"), message="'publish', not 'other'"),
+    Lie(
+        name="producer blocks", change=producer(0, nb=3, name="statistics-nb3"), message="the model has 2 saved blocks"
+    ),
+    Lie(
+        name="producer choices",
+        change=producer(0, choices=[{"image": "h2048-publish", "max_rows": None}]),
+        message="image 'h2048-publish' is of kernel 'publish', not 'statistics'",
+    ),
+    Lie(name="producer needed by none", change=producer(0, deployments=[]), message="no deployment needs it"),
+    Lie(name="producer pair unknown", change=producer(1, deployments=[[4, 1]]), message="(4, 1) are not in the tables"),
+    Lie(
+        name="producer twice",
+        change=lambda raw: raw["producers"].append(raw["producers"][0]),
+        message="producer name 'statistics-nb2' occurs more than once",
+    ),
+    Lie(name="producer gone", change=lambda raw: raw["producers"].pop(), message="'publish' makes, which is not in"),
     Lie(name="variant pair unknown", change=variant(0, deployments=[[4, 1]]), message="(4, 1) are not in the tables"),
 ]
 
@@ -275,7 +310,7 @@ def test_all_problems_are_reported_together(bundle):
 def test_the_command_says_ok_and_for_which_gpus(bundle, capsys):
     assert main(["verify", str(bundle.path)]) == 0
     assert capsys.readouterr().out == (
-        f"{bundle.path}: OK: 10 images of 66,960 bytes, 22 variants, "
+        f"{bundle.path}: OK: 12 images of 78,400 bytes, 22 variants, 2 producers, "
         "sm_100 (for compute capability 10.0 and later 10.x)\n"
     )
 
@@ -296,7 +331,7 @@ def test_the_command_speaks_json(bundle, capsys):
     (bundle.path / "extra").touch()
     assert main(["verify", "--json", str(bundle.path)]) == 1
     (report,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (report["ok"], report["images"], report["arch"]) == (False, 10, "sm_100")
+    assert (report["ok"], report["images"], report["arch"]) == (False, 12, "sm_100")
     assert report["problems"] == ["file 'extra' is not in the manifest"]
 
 

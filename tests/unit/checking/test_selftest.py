@@ -53,6 +53,7 @@ def manifest_of(names: list[str]) -> Manifest:
             )
             for v in variants
         ),
+        producers=(),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot.abi import CONSUMER_PARAMS, Param
+from attnres_aot.abi import CONSUMER_PARAMS, KERNEL_PARAMS, Param
 from attnres_aot.manifest import (
     SCHEMA,
     ArchRecord,
@@ -23,6 +23,7 @@ from attnres_aot.manifest import (
     MailboxRecord,
     Manifest,
     ModelRecord,
+    ProducerRecord,
     TableRecord,
     VariantRecord,
     dump_manifest,
@@ -30,7 +31,15 @@ from attnres_aot.manifest import (
 from attnres_aot.runtime import api, driver, fault, library
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.variants import ConsumerKey, Variant, parse_variant, spec_for
+from attnres_aot.variants import (
+    ConsumerKey,
+    Producer,
+    Variant,
+    parse_producer,
+    parse_variant,
+    producer_spec_for,
+    spec_for,
+)
 
 HIDDEN = 1024
 STUB_SOURCE = Path(__file__).parents[2] / "stub_cuda" / "stub_cuda.cpp"
@@ -52,9 +61,9 @@ class LaunchRecord(ctypes.Structure):
         ("parameters", ctypes.c_ubyte * 256),
     )
 
-    def arguments(self) -> dict[str, int | float]:
+    def arguments(self, params: tuple[Param, ...] = CONSUMER_PARAMS) -> dict[str, int | float]:
         data = bytes(self.parameters)[: self.parameter_bytes]
-        return {param.name: struct.unpack_from(FORMATS[param.kind], data, param.offset)[0] for param in CONSUMER_PARAMS}
+        return {param.name: struct.unpack_from(FORMATS[param.kind], data, param.offset)[0] for param in params}
 
 
 class StubCuda:
@@ -138,6 +147,7 @@ class BundleMaker:
         self,
         variants: Iterable[str],
         *,
+        producers: Iterable[str] = (),
         name: str = "tiny",
         arch: str = "sm_90",
         params: tuple[Param, ...] = CONSUMER_PARAMS,
@@ -147,22 +157,24 @@ class BundleMaker:
     ) -> Path:
         path = self.folder / f"{name}-{arch}"
         path.mkdir()
-        parsed = [parse_variant(text) for text in variants]
-        specs = {str(spec_for(variant, HIDDEN)): spec_for(variant, HIDDEN) for variant in parsed}
+        parsed, made = [parse_variant(text) for text in variants], [parse_producer(text) for text in producers]
+        specs = {str(spec_for(variant, HIDDEN)): "consumer" for variant in parsed}
+        specs |= {str(producer_spec_for(producer, HIDDEN)): producer.kernel for producer in made}
         images = []
-        for index, spec_name in enumerate(specs):
-            layout = " ".join(f"{p.offset}:{p.size}" for p in (binary_params or params))
+        for index, (spec_name, kernel) in enumerate(specs.items()):
+            taken = (binary_params or params) if kernel == "consumer" else KERNEL_PARAMS[kernel]
+            layout = " ".join(f"{p.offset}:{p.size}" for p in taken)
             data = f"STUB {binary_threads} kernel_{index} {layout}".encode()
             (path / f"{spec_name}.cubin").write_bytes(data)
             images.append(
                 ImageRecord(
                     name=spec_name,
-                    kernel="consumer",
+                    kernel=kernel,
                     file=f"{spec_name}.cubin",
                     sha256=hashlib.sha256(data).hexdigest(),
                     size=len(data),
                     symbol=f"kernel_{index}",
-                    abi="consumer",
+                    abi=kernel,
                     cluster=HIDDEN // 1024,
                     rows_per_cluster=1,
                     block_threads=128,
@@ -188,9 +200,10 @@ class BundleMaker:
                 TableRecord(tp=8, dcp=1, attn_stats="1-2:1,4:1", attn_stats_blocks="1-8:1"),
                 TableRecord(tp=16, dcp=16, attn_stats="", attn_stats_blocks=""),
             ),
-            abis={"consumer": params},
+            abis={"consumer": params, **{producer.kernel: KERNEL_PARAMS[producer.kernel] for producer in made}},
             images=tuple(images),
             variants=tuple(record_of(variant) for variant in parsed),
+            producers=tuple(record_of_producer(producer) for producer in made),
         )
         (path / "manifest.json").write_bytes(dump_manifest(change(manifest)))
         return path
@@ -209,6 +222,16 @@ def record_of(variant: Variant) -> VariantRecord:
         stats=variant.stats,
         choices=(Choice(image=str(spec_for(variant, HIDDEN)), max_rows=None),),
         deployments=((8, 1),) if variant.slots != 16 else ((16, 16),),
+    )
+
+
+def record_of_producer(producer: Producer) -> ProducerRecord:
+    return ProducerRecord(
+        name=str(producer),
+        kernel=producer.kernel,
+        nb=producer.nb,
+        choices=(Choice(image=str(producer_spec_for(producer, HIDDEN)), max_rows=None),),
+        deployments=((8, 1),),
     )
 
 

@@ -1,0 +1,80 @@
+"""Publishing rows into a mailbox slot, for consumers that read a mailbox: a copy in which every -0.0 becomes +0.0.
+
+An empty mailbox word is 0x80000000, the bf16 pair (+0.0, -0.0). With no -0.0 in it, no published word equals that, and
+a reader sees each 16-byte fragment either empty or complete. Everything else keeps its bits: NaN and its payload, Inf,
+subnormals. Per word x of two bf16, in integers, so that nothing is flushed or quieted:
+
+    t = (x & 0x7fff7fff) + 0x7fff7fff     a half's top bit is set where that half is not zero; no carry between halves
+    y = x & (t | 0x7fff7fff)              keeps all bits but the sign of a zero
+
+| operand | shape         | type | strides             | align | access |
+|---------|---------------|------|---------------------|-------|--------|
+| source  | [rows, H]     | bf16 | row dynamic, last 1 | 16 B  | read after the dependency wait |
+| mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | rows 0..rows-1 written; one slot, here or on another GPU |
+
+Threads to elements: CTA `rank` of a row's K and thread `tid` of T own the vectors (8 elements) (rank * V + i) * T + tid
+of the row, i < V, where K * T * V * 8 = H. CTAs share nothing; there is no shared memory and no synchronisation.
+
+Order of launches: dependents are released at entry. A consumer that polls this mailbox may then spin beside this grid,
+whose CTAs are all resident by then, so it cannot keep them out. Stores are relaxed at system scope, each fragment whole,
+so a reader on any GPU needs no other signal. That the slot's last rows have been consumed is for the caller to know: on
+one GPU, a consumer earlier on the same stream has consumed them, because this grid waits for it.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+
+from attnres_aot.kernels import ptx
+from attnres_aot.kernels.consumer import VEC, _vec_address
+
+MAGNITUDE = 0x7FFF7FFF
+"""All bits of two bf16 but their signs."""
+
+
+class Publish:
+    """Compiles to one image; the constructor's arguments are everything the code depends on."""
+
+    def __init__(self, hidden, cluster, threads, vectors, min_ctas_per_sm):
+        """Fixes the code's constants.
+
+        Args:
+          hidden: row length H in elements, cluster * threads * vectors * 8.
+          cluster: CTAs per row.
+          threads: threads per CTA.
+          vectors: 16-byte vectors per thread.
+          min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
+        """
+        self.cluster, self.threads, self.vectors = cluster, threads, vectors
+        self.min_ctas_per_sm = min_ctas_per_sm
+        self.row_vecs = hidden // VEC
+
+    @cute.jit
+    def __call__(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32, stream):
+        """Launches one cluster per row; parameters are `attnres_aot.abi.PUBLISH_PARAMS`, strides in vectors."""
+        self.kernel(source, mailbox, source_row_stride, rows).launch(
+            grid=(self.cluster * rows, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=self.min_ctas_per_sm,
+            preferred_smem_carveout=0,  # unused by our launches; unset, the DSL would ask a driver for it
+        )
+
+    @cute.kernel
+    def kernel(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32):
+        """Device body: one row per cluster."""
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.cluster_idx()
+        rank = cute.arch.block_idx_in_cluster()
+        cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
+        cute.arch.griddepcontrol_wait()
+        vs = [ptx.ld_vec(_vec_address(source, row, source_row_stride, col)) for col in cols]
+        for i in range_constexpr(self.vectors):
+            ptx.st_vec_mailbox(_vec_address(mailbox, row, Int32(self.row_vecs), cols[i]), _without_negative_zero(vs[i]))
+
+
+def _without_negative_zero(words):
+    """Clears the sign of every zero in pairs of bf16."""
+    return tuple(word & (((word & MAGNITUDE) + MAGNITUDE) | MAGNITUDE) for word in words)
