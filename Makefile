@@ -22,7 +22,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint c
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
-		while IFS='|' read -r name what; do printf '  %-14s %s\n' "$$name" "$$what"; done
+		while IFS='|' read -r name what; do printf '  %-15s %s\n' "$$name" "$$what"; done
 
 build: $(BUILD_STAMP) ## build a bundle: artifacts/kimi_k3-$(ARCH)/ (ARCH="sm_100 sm_90" for several)
 	$(BUILD_VENV)/bin/attnres-aot build $(addprefix --arch ,$(ARCH)) $(BUILD_FLAGS)

@@ -78,6 +78,20 @@ def _signed_zeros(draw: Draw, keep: float) -> Row:
     return Row(prefix=parts[0], slots=parts[1], blocks=parts[2])
 
 
+def _nearly_armed(draw: Draw) -> Row:
+    """Slots whose mailbox words are one bit away from the empty word (+0.0, -0.0), once published."""
+    least = 2.0**-133  # smallest bf16 subnormal
+    pattern = torch.tensor([0.0, -least, least, -0.0, -0.0, -least, 0.0, -0.0], device=draw.direction.device)
+    row = draw.row()
+    return Row(prefix=row.prefix, slots=pattern.repeat(MAX_SLOTS, draw.hidden // 8), blocks=row.blocks)
+
+
+def _negative_zero(draw: Draw) -> Row:
+    """Every element of every source -0.0, which only a copy keeps."""
+    row = draw.row(0.0)
+    return Row(prefix=-row.prefix.abs(), slots=-row.slots.abs(), blocks=-row.blocks.abs())
+
+
 def _cancelling(draw: Draw) -> Row:
     value = draw.normal(draw.hidden)
     value = (value - (value @ draw.direction) * draw.direction) * (1.0, 1e3)[draw.turn % 2]
@@ -168,6 +182,9 @@ FAMILIES = (
     Family(name="signed-zeros", make=lambda draw: _signed_zeros(draw, 0.0)),
     Family(name="overflowing", make=lambda draw: draw.row(1e38), defined=False),
     Family(name="scales", make=_scales),
+    Family(name="nearly-armed", make=_nearly_armed),
+    Family(name="negative-zero", make=_negative_zero),
+    Family(name="negative-infinite", make=_with_special(-float("inf"))),
 )
 """Families in the order in which the rows of a bank repeat them."""
 

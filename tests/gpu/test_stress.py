@@ -100,9 +100,8 @@ def test_equal_inputs_give_equal_bits_on_every_image(steep, consumer, banks, ful
             images += 1
             if differs:
                 differing.append(f"{prepared.case}: {int(differs)} of {repeats} launches differ")
-    notes.append(
-        f"- equal bits, {'steep' if steep else 'mild'}: {repeats} launches of {images} images each, {len(differing)} differ"
-    )
+    weights = "steep" if steep else "mild"
+    notes.append(f"- equal bits, {weights}: {repeats} launches of each of {images} images, {len(differing)} differ")
     assert not differing, "\n".join(differing)
 
 
