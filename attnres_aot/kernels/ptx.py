@@ -94,9 +94,7 @@ def ld_scalar_pair(address, *, loc=None, ip=None):
 def pack_bf16(low, high, *, loc=None, ip=None):
     """Rounds two fp32 to bf16 (nearest even) and packs them into one word."""
     operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
-    return Int32(
-        _asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", volatile=False, loc=loc, ip=ip)
-    )
+    return Int32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", volatile=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -121,14 +119,14 @@ def rsqrt(x, *, loc=None, ip=None):
 
 @dsl_user_op
 def exp2(x, *, loc=None, ip=None):
-    """Power of two, relative error below 2**-22, subnormal results kept."""
-    return _unary("ex2.approx.f32", x, loc, ip)
+    """Power of two, relative error below 2**-22; a subnormal result becomes 0."""
+    return _unary("ex2.approx.ftz.f32", x, loc, ip)
 
 
 @dsl_user_op
 def reciprocal(x, *, loc=None, ip=None):
-    """Reciprocal, within one unit in the last place."""
-    return _unary("rcp.approx.f32", x, loc, ip)
+    """Reciprocal of a normal number, within one unit in the last place."""
+    return _unary("rcp.approx.ftz.f32", x, loc, ip)
 
 
 @dsl_user_op
@@ -157,10 +155,7 @@ def mbarrier_expect(barrier, tx_bytes, *, loc=None, ip=None):
 @dsl_user_op
 def mbarrier_wait(barrier, *, loc=None, ip=None):
     """Waits until phase 0 of an mbarrier is complete; what st.async delivered to it is then visible."""
-    text = (
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0;"
-        " @!done bra again; }"
-    )
+    text = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0; @!done bra again; }"
     _asm(None, [Int32(barrier).ir_value(loc=loc, ip=ip)], text, "r,~{memory}", volatile=True, loc=loc, ip=ip)
 
 

@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from attnres_aot.kernels import ptx
-from attnres_aot.kernels.consumer import VEC, _vec_address
+from attnres_aot.kernels.vectors import VEC, vec_address
 
 MAGNITUDE = 0x7FFF7FFF
 """All bits of two bf16 but their signs."""
@@ -70,9 +70,9 @@ class Publish:
         rank = cute.arch.block_idx_in_cluster()
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
         cute.arch.griddepcontrol_wait()
-        vs = [ptx.ld_vec(_vec_address(source, row, source_row_stride, col)) for col in cols]
+        vs = [ptx.ld_vec(vec_address(source, row, source_row_stride, col)) for col in cols]
         for i in range_constexpr(self.vectors):
-            ptx.st_vec_mailbox(_vec_address(mailbox, row, Int32(self.row_vecs), cols[i]), _without_negative_zero(vs[i]))
+            ptx.st_vec_mailbox(vec_address(mailbox, row, Int32(self.row_vecs), cols[i]), _without_negative_zero(vs[i]))
 
 
 def _without_negative_zero(words):

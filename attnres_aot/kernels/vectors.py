@@ -1,0 +1,83 @@
+"""Rows in registers: vectors of 8 bf16 and their fp32 elements, and the arithmetic on lists of them.
+
+A thread's share of a row is a list of vectors, each four 32-bit words, or a flat list of fp32, 8 for each vector.
+"""
+
+import cutlass
+from cutlass import Int64, Uint32
+
+from attnres_aot.kernels import ptx
+
+VEC = 8
+"""bf16 elements in a 16-byte vector."""
+LOG2_E = 1.4426950408889634
+"""log2(e)."""
+
+
+def col_address(pointer, col):
+    return pointer.toint() + Int64(Uint32(col) * 16)
+
+
+def vec_address(pointer, row, row_stride, col):
+    return pointer.toint() + Int64(Uint32(row)) * Int64(Uint32(row_stride)) * 16 + Int64(Uint32(col) * 16)
+
+
+def unpack(words):
+    """The 8 bf16 of a vector as fp32."""
+    return [ptx.bits_to_f32(bits) for word in words for bits in (word << 16, word & -0x10000)]
+
+
+def unpack_all(vecs, launder=False):
+    """The bf16 of vectors as fp32; laundered, they are unpacked again rather than kept since the last time."""
+    return [e for vec in vecs for e in unpack([ptx.launder(word) for word in vec] if launder else vec)]
+
+
+def pack(elements):
+    """Rounds 8 fp32 to a vector of bf16."""
+    return tuple(ptx.pack_bf16(elements[i], elements[i + 1]) for i in range(0, VEC, 2))
+
+
+def round_bf16(elements):
+    """Rounds fp32 values to bf16 and back."""
+    return [r for i in range(0, len(elements), VEC) for r in unpack(pack(elements[i : i + VEC]))]
+
+
+def add_bf16(va, vb):
+    """Adds vectors in fp32 and rounds once, as torch adds bf16."""
+    return [pack([x + y for x, y in zip(unpack(a), unpack(b), strict=True)]) for a, b in zip(va, vb, strict=True)]
+
+
+def dot(a, b):
+    """Dot product of two lists of fp32, in two chains."""
+    chains = [a[0] * b[0], a[1] * b[1]]
+    for i in range(2, len(a)):
+        chains[i % 2] = chains[i % 2] + a[i] * b[i]
+    return chains[0] + chains[1]
+
+
+def combine(weights, vectors):
+    """Sum of weights[s] * vectors[s], element by element."""
+    total = [weights[0] * element for element in vectors[0]]
+    for weight, vector in zip(weights[1:], vectors[1:], strict=True):
+        total = [t + weight * element for t, element in zip(total, vector, strict=True)]
+    return total
+
+
+def softmax(logits):
+    """Returns (m, e, l): the largest logit, exp(logit - m) of each, and their sum."""
+    m = logits[0]
+    for logit in logits[1:]:
+        m = ptx.fmax(m, logit)
+    e = [ptx.exp2((logit - m) * LOG2_E) for logit in logits]
+    return m, e, tree_sum(e)
+
+
+def tree_sum(parts):
+    """Adds fp32 values pairwise."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
+    return parts[0]
+
+
+def select(condition, yes, no):
+    return cutlass.select_(condition, yes, no)
