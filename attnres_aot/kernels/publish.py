@@ -15,14 +15,14 @@ subnormals. Per word x of two bf16, in integers, so that nothing is flushed or q
 Threads to elements: CTA `rank` of a row's K and thread `tid` of T own the vectors (8 elements) (rank * V + i) * T + tid
 of the row, i < V, where K * T * V * 8 = H. CTAs share nothing; there is no shared memory and no synchronisation.
 
-Order of launches: dependents are released at entry. A consumer that polls this mailbox may then spin beside this grid,
-whose CTAs are all resident by then, so it cannot keep them out. Stores are relaxed at system scope, each fragment whole,
-so a reader on any GPU needs no other signal. That the slot's last rows have been consumed is for the caller to know: on
-one GPU, a consumer earlier on the same stream has consumed them, because this grid waits for it.
+Order of launches: dependents are released after the wait, once every CTA of this grid is on an SM, so a consumer that
+polls this mailbox may spin beside them but cannot keep them out. Stores are relaxed at system scope, each fragment
+whole, so a reader on any GPU needs no other signal. That the slot's last rows have been consumed is for the caller to
+know: on one GPU, a consumer earlier on the same stream has consumed them, because this grid waits for it.
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32, Uint32, range_constexpr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.vectors import VEC, vec_address
@@ -64,12 +64,12 @@ class Publish:
     @cute.kernel
     def kernel(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32):
         """Device body: one row per cluster."""
-        cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.cluster_idx()
-        rank = cute.arch.block_idx_in_cluster()
+        cta, _, _ = cute.arch.block_idx()
+        row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         vs = [ptx.ld_vec(vec_address(source, row, source_row_stride, col)) for col in cols]
         for i in range_constexpr(self.vectors):
             ptx.st_vec_mailbox(vec_address(mailbox, row, Int32(self.row_vecs), cols[i]), _without_negative_zero(vs[i]))
