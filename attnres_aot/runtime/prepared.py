@@ -33,7 +33,8 @@ class PreparedAttnRes(BoundConsumer):
 
     The default launch is ordered after everything earlier on the stream. With `pdl=True` a launch may start while its
     predecessor still runs: prefix, blocks and weights must then have been complete before that predecessor started,
-    only the delta may come from it (docs on programmatic dependent launch have the whole contract).
+    only the delta may come from it. `docs/loader.md` says what operands may share, and how graphs and compilers see
+    launches.
 
     `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
     """
