@@ -37,6 +37,12 @@ _MODULES = {
     "selftest": _Command(
         module="attnres_aot.selftest", help="Check a bundle's kernels against an fp64 reference on this machine's GPU."
     ),
+    "bench": _Command(
+        module="attnres_aot.bench.command", help="Measure a bundle's kernels, launches and cold start on this GPU."
+    ),
+    "tune": _Command(
+        module="attnres_aot.tune.command", help="Measure where statistics and launch shapes pay, and write the tables."
+    ),
 }
 
 COMMANDS: dict[str, str] = {name: command.help for name, command in _MODULES.items()}

@@ -1,0 +1,206 @@
+"""The command `attnres-aot bench`: measures a bundle on this machine's GPU.
+
+Needs torch and this package, nothing else, so that it runs in a deployment image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from attnres_aot.bench import show
+from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us, host_times_us
+from attnres_aot.bench.cold_start import measure_cold_start
+from attnres_aot.bench.compare import compare
+from attnres_aot.bench.gpu import GpuFacts, gpu_facts
+from attnres_aot.bench.host import measure_host
+from attnres_aot.bench.measure import measure_gpu
+from attnres_aot.bench.points import MAX_ROWS, QUICK_ROWS, Selection, parse_rows
+from attnres_aot.bench.results import COLD, WARM, Report, Setting, numbers, read_report, report_json, write_atomically
+from attnres_aot.bench.rig import Rig
+from attnres_aot.bench.soak import CudaMachine, soak
+from attnres_aot.bundle import read_manifest_bytes
+from attnres_aot.errors import UsageError
+from attnres_aot.runtime.api import load
+from attnres_aot.runtime.loaded import LoadedBundle
+
+PARTS = ("gpu", "host", "cold-start")
+"""What a run measures unless told otherwise."""
+_SWITCH = {"on": (True,), "off": (False,), "both": (True, False)}
+_L2 = {WARM: (False,), COLD: (True,), "both": (False, True)}
+_MAX_SOAK = 10**9
+
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a run is asked for."""
+
+    bundle: str | None
+    """A bundle or a folder of bundles; None searches as `attnres_aot.load` does."""
+    device: str | None
+    """CUDA device; None is torch's current one."""
+    parts: tuple[str, ...]
+    """Which of PARTS."""
+    selection: Selection
+    """Points of the GPU part."""
+    effort: Effort
+    """Launches, replays, rounds."""
+    processes: int
+    """Processes of the cold-start part."""
+    soak: int
+    """Launches of a soak; 0: none."""
+    save: Path | None
+    """Where the result is written as JSON."""
+    compare: Path | None
+    """A saved result to compare with."""
+    threshold: float
+    """By how much a ratio may exceed 1."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("bundle", nargs="?", help="bundle or folder of bundles (default: search like load() does)")
+    parser.add_argument("--device", help="CUDA device, e.g. cuda:1 (default: the current one)")
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=(*PARTS, "none"),
+        help="measure only this; may be repeated; 'none' leaves just the soak (default: all)",
+    )
+    parser.add_argument(
+        "--variants",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="GPU time of the variants whose whole names match, e.g. 'nb8-*'; may be repeated (default: a few that "
+        "stand for the model)",
+    )
+    parser.add_argument("--rows", help=f"row counts, 1 to {MAX_ROWS}, e.g. 1,16,64 (default: 1 to 64)")
+    parser.add_argument("--pdl", choices=tuple(_SWITCH), default="both", help="launch modes (default: %(default)s)")
+    parser.add_argument(
+        "--l2",
+        choices=tuple(_L2),
+        default="both",
+        help="warm: every launch on the same memory; cold: on memory that the L2 no longer holds (default: both)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few row counts and repeats, PDL on and warm L2 only unless asked for"
+    )
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="also launch N times from 8 threads")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the result to FILE, as JSON")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to a result saved before")
+    parser.add_argument(
+        "--threshold", type=float, default=5.0, metavar="PERCENT", help="what counts as slower (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command: 1 if the soak found a problem or a compared number has become slower, else 0."""
+    request = read_request(args)
+    old = None if request.compare is None else numbers(read_report(request.compare), str(request.compare))
+    echo: Echo = _silent if args.json else args.echo
+    loaded = load(request.bundle, request.device)
+    report = measure(loaded, request, echo)
+    result = report_json(report)
+    if request.save is not None:
+        write_atomically(request.save, json.dumps(result, indent=1) + "\n")
+    failed = report.soak is not None and bool(report.soak.problems)
+    if old is not None:
+        found = compare(numbers(result, "this run"), old, request.threshold)
+        _show(echo, show.comparison_lines(found, str(request.compare), request.threshold))
+        result["comparison"] = {
+            "old": str(request.compare),
+            "groups": {
+                group.name: {"points": len(group.ratios), "mean": group.mean, "not_slower": group.not_slower}
+                for group in found.groups
+            },
+            "slower": [{**ratio.key._asdict(), "ratio": ratio.ratio} for ratio in found.slower],
+        }
+        failed = failed or bool(found.slower)
+    if args.json:
+        args.echo(json.dumps(result, indent=1))
+    return 1 if failed else 0
+
+
+def read_request(args: argparse.Namespace) -> Request:
+    """Turns parsed arguments into a request.
+
+    Raises:
+      UsageError: an argument is out of range.
+    """
+    if not 0 <= args.soak <= _MAX_SOAK:
+        raise UsageError(f"--soak {args.soak}: a number of launches from 0 to {_MAX_SOAK} is wanted")
+    if not 0 <= args.threshold <= 1000:
+        raise UsageError(f"--threshold {args.threshold:g}: percent from 0 to 1000 are wanted")
+    pdl, l2 = ("on", WARM) if args.quick and (args.pdl, args.l2) == ("both", "both") else (args.pdl, args.l2)
+    rows = parse_rows(args.rows) if args.rows is not None else QUICK_ROWS if args.quick else ()
+    parts = tuple(part for part in PARTS if args.part is None or part in args.part)
+    return Request(
+        bundle=args.bundle,
+        device=args.device,
+        parts=parts,
+        selection=Selection(globs=tuple(args.variants), rows=rows, pdl=_SWITCH[pdl], cold=_L2[l2]),
+        effort=QUICK if args.quick else STANDARD,
+        processes=1 if args.quick else 3,
+        soak=args.soak,
+        save=args.save,
+        compare=args.compare,
+        threshold=args.threshold / 100,
+    )
+
+
+def measure(loaded: LoadedBundle, request: Request, echo: Echo) -> Report:
+    """Measures everything that a request asks for."""
+    device, facts = loaded.device.device, gpu_facts(loaded.device.device)
+    report = Report(setting=describe(loaded, facts, request.effort))
+    echo(show.setting_line(report.setting))
+    rig = Rig(loaded, partial(graph_time_us, effort=request.effort, device=device), facts.l2_bytes)
+    if "gpu" in request.parts:
+        context, timings = measure_gpu(rig, request.selection, echo)
+        report = replace(report, context=context, timings=timings)
+    if "host" in request.parts:
+        host = measure_host(rig, partial(host_times_us, effort=request.effort, device=device))
+        report = replace(report, host=host)
+    if request.soak:
+        report = replace(report, soak=soak(rig, CudaMachine(device), request.soak))
+    if "cold-start" in request.parts:
+        torch.cuda.empty_cache()
+        cold = measure_cold_start(loaded.bundle.path, str(device), request.processes)
+        report = replace(report, cold_start=cold)
+    _show(echo, show.report_lines(report))
+    return report
+
+
+def describe(loaded: LoadedBundle, facts: GpuFacts, effort: Effort) -> Setting:
+    """Gathers what a report says about the circumstances of a run."""
+    manifest = loaded.bundle.manifest
+    return Setting(
+        bundle=f"{manifest.name}-{manifest.arch.requested}",
+        manifest_sha256=hashlib.sha256(read_manifest_bytes(loaded.bundle.path)).hexdigest(),
+        gpu=facts.name,
+        driver=facts.driver,
+        torch=facts.torch,
+        date=dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        launches=effort.launches,
+        replays=effort.replays,
+    )
+
+
+def _show(echo: Echo, lines: list[str]) -> None:
+    for line in lines:
+        echo(line)
+
+
+def _silent(_: str) -> None:
+    """Prints nothing: with --json, stdout is for JSON only."""

@@ -1,0 +1,149 @@
+"""What is measured: points (work, variant, rows, PDL, state of the L2), and which of them a run means. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnres_aot.errors import UsageError, did_you_mean
+from attnres_aot.manifest import Manifest
+from attnres_aot.variants import STATISTICS, ConsumerKey, Producer, Variant, parse_variant
+
+CONSUMER, RING, CHAIN = "consumer", "ring", "statistics+consumer"
+"""Kinds of work: launches of one consumer; a copy into the mailbox and a ring consumer, less the copy alone; the
+statistics kernel and the consumer that takes its results."""
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Row counts of the kinds without a mailbox, unless others are asked for."""
+RING_ROWS = (1, 4, 16, 64)
+"""Row counts of ring consumers, unless others are asked for."""
+QUICK_ROWS = (1, 8, 64)
+"""Row counts of a quick run."""
+MAX_ROWS = 4096
+"""Most rows of a point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line of a table: a kind of work on one variant."""
+
+    work: str
+    """CONSUMER, RING or CHAIN."""
+    variant: Variant
+    """Which consumer."""
+
+    def __str__(self) -> str:
+        return f"statistics + {self.variant}" if self.work == CHAIN else str(self.variant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One measurement."""
+
+    series: Series
+    """What runs."""
+    rows: int
+    """Rows of each launch."""
+    pdl: bool
+    """Launched with programmatic stream serialization."""
+    cold: bool
+    """Every launch works on memory that the L2 no longer holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What a run measures."""
+
+    globs: tuple[str, ...]
+    """Patterns of variant names; none: the default variants."""
+    rows: tuple[int, ...]
+    """Row counts; none: the default ones of each kind of work."""
+    pdl: tuple[bool, ...]
+    """Launch modes."""
+    cold: tuple[bool, ...]
+    """L2 states."""
+
+
+def default_variants(manifest: Manifest) -> list[Variant]:
+    """Returns the variants that stand for a model, as far as the bundle holds them.
+
+    First, last and middle keys with an ordinary source; mailboxes of the two smallest slot counts; statistics.
+    """
+    model = manifest.model
+    last = -(-model.layers // model.block_size)
+    middle = max(1, last // 2)
+
+    def key(nb: int, *, write: int | None = None, final: bool = False) -> ConsumerKey:
+        return ConsumerKey(nb=nb, has_delta=nb > 0, write=write, final=final)
+
+    wanted = [Variant(key=key(0, write=0))]
+    wanted += [Variant(key=key(nb)) for nb in (1, middle, last)]
+    wanted += [Variant(key=key(last - 1, write=last - 1)), Variant(key=key(last, final=True))]
+    wanted += [Variant(key=key(nb), stats=True) for nb in (1, middle, last)]
+    for slots in manifest.mailbox.slots[:2]:
+        wanted += [Variant(key=key(nb), slots=slots) for nb in (1, last)]
+        wanted += [Variant(key=key(last, final=True), slots=slots)] if slots == 1 else []
+    present = {record.name for record in manifest.variants}
+    return [variant for variant in dict.fromkeys(wanted) if str(variant) in present]
+
+
+def match_variants(manifest: Manifest, globs: Sequence[str]) -> list[Variant]:
+    """Returns the variants of a bundle whose names match any pattern, in the manifest's order.
+
+    Raises:
+      UsageError: a pattern matches none.
+    """
+    names = [record.name for record in manifest.variants]
+    wanted: set[str] = set()
+    for glob in globs:
+        found = fnmatch.filter(names, glob)
+        if not found:
+            raise UsageError(
+                f"--variants {glob!r} matches none of the bundle's {len(names)} variants{did_you_mean(glob, names)}; "
+                "it must match a whole name, e.g. 'nb8-delta*'; list them with 'attnres-aot inspect'"
+            )
+        wanted.update(found)
+    return [parse_variant(name) for name in names if name in wanted]
+
+
+def select(manifest: Manifest, selection: Selection) -> list[Series]:
+    """Returns the lines of the tables that a selection means, consumers first, mailboxes last.
+
+    Raises:
+      UsageError: a pattern matches no variant, or there is nothing to measure.
+    """
+    variants = match_variants(manifest, selection.globs) if selection.globs else default_variants(manifest)
+    if not variants:
+        raise UsageError(
+            f"bundle {manifest.name} holds none of the variants that are measured by default; "
+            "choose some with --variants, e.g. --variants '*'"
+        )
+    producers = {record.name for record in manifest.producers}
+    ordinary = [variant for variant in variants if not variant.slots]
+    chained = [v for v in ordinary if v.stats and str(Producer(kernel=STATISTICS, nb=v.key.nb)) in producers]
+    return [
+        *(Series(work=CONSUMER, variant=variant) for variant in ordinary),
+        *(Series(work=CHAIN, variant=variant) for variant in chained),
+        *(Series(work=RING, variant=variant) for variant in variants if variant.slots),
+    ]
+
+
+def rows_for(series: Series, selection: Selection, capacity: int) -> tuple[int, ...]:
+    """Returns the row counts of one line; a mailbox limits them to its capacity."""
+    if series.work != RING:
+        return selection.rows or ROWS
+    return tuple(rows for rows in selection.rows or RING_ROWS if rows <= capacity)
+
+
+def parse_rows(text: str) -> tuple[int, ...]:
+    """Parses row counts such as `1,2,16`.
+
+    Raises:
+      UsageError: not numbers, none at all, or one outside 1..MAX_ROWS.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MAX_ROWS for word in words):
+        raise UsageError(
+            f"--rows {text!r}: row counts from 1 to {MAX_ROWS} are wanted, with commas between, e.g. 1,16,64"
+        )
+    return tuple(dict.fromkeys(map(int, words)))

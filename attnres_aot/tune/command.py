@@ -1,0 +1,235 @@
+"""The command `attnres-aot tune`: measures where precomputed statistics and launch shapes pay, and writes the tables.
+
+Needs torch and this package; with PyYAML, what it writes is read back and checked before it replaces anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import attnres_aot
+from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us
+from attnres_aot.bench.command import describe
+from attnres_aot.bench.gpu import gpu_facts
+from attnres_aot.bench.points import ROWS, parse_rows
+from attnres_aot.bench.results import write_atomically
+from attnres_aot.bench.rig import Rig
+from attnres_aot.errors import UsageError
+from attnres_aot.manifest import to_json
+from attnres_aot.runtime.api import load
+from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.tune import show
+from attnres_aot.tune.decide import EXPOSED, MARGIN, RULES, Cell, Decision, decide
+from attnres_aot.tune.measure import check_bundle, deployments, measure_cells
+from attnres_aot.tune.shapes import ShapeTimes, best_choices, time_shapes, variants_with_choice
+from attnres_aot.tune.yaml_tables import replace_deployments
+
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a run is asked for."""
+
+    rows: tuple[int, ...]
+    """Row counts that are measured."""
+    rule: str
+    """What decides: a key of RULES."""
+    margin: float
+    """By how much statistics must win, as a share."""
+    pdl: bool
+    """Launch with programmatic stream serialization."""
+    effort: Effort
+    """Launches and replays."""
+    config: Path
+    """The configuration whose tables are replaced."""
+    out: Path | None
+    """Where the new configuration is written; None: nowhere."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("bundle", nargs="?", help="bundle or folder of bundles (default: search like load() does)")
+    parser.add_argument("--device", help="CUDA device, e.g. cuda:1 (default: the current one)")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="row counts to measure (default: %(default)s)")
+    parser.add_argument(
+        "--rule",
+        choices=tuple(RULES),
+        default=EXPOSED,
+        help="what decides: "
+        + "; ".join(f"{name}: {text}" for name, text in RULES.items())
+        + " (default: %(default)s). All are measured and shown.",
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=100 * MARGIN,
+        metavar="PERCENT",
+        help="a smaller win is a tie (default: %(default)g)",
+    )
+    parser.add_argument("--pdl", choices=("on", "off"), default="on", help="launch mode (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--config", type=Path, help="configuration to put the tables into (default: the shipped one)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration with measured tables to FILE")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    loaded = load(args.bundle, args.device)
+    request = read_request(args, loaded)
+    text = None if request.out is None else read_config_text(request.config)
+    echo: Echo = (lambda _: None) if args.json else args.echo
+    setting = describe(loaded, gpu_facts(loaded.device.device), request.effort)
+    serves = deployments(loaded)
+    rig = make_rig(loaded, request.effort)
+    cells = measure_statistics(rig, request, echo)
+    decisions = {pair: decide(cells, slots, request.rule, request.margin) for pair, slots in serves.items()}
+    for line in show.decision_lines(decisions, request.rule, request.margin):
+        echo(line)
+    shapes = measure_shapes(rig, request, echo)
+    if text is not None and request.out is not None:
+        comment = show.comment_lines(cells, decisions, setting, request.rule, request.margin, pdl=request.pdl)
+        written = replace_deployments(text, decisions, comment, str(request.config))
+        checked = check_config(text, written, decisions, str(request.config))
+        write_atomically(request.out, written)
+        echo(f"\nwrote {request.out}" + ("" if checked else "; not read back, as PyYAML is not installed here"))
+    if args.json:
+        args.echo(json.dumps(to_data(cells, decisions, shapes, setting, request), indent=1))
+    return 0
+
+
+def read_request(args: argparse.Namespace, loaded: LoadedBundle) -> Request:
+    """Turns parsed arguments into a request.
+
+    Raises:
+      UsageError: an argument is out of range, or there is no configuration to put tables into.
+    """
+    if not 0 <= args.margin < 100:
+        raise UsageError(f"--margin {args.margin:g}: percent from 0 to below 100 are wanted")
+    manifest = loaded.bundle.manifest
+    rows = tuple(sorted(parse_rows(args.rows)))
+    if rows[-1] > manifest.mailbox.capacity:
+        raise UsageError(
+            f"--rows {args.rows!r}: the bundle's mailboxes hold {manifest.mailbox.capacity} rows; ask for at most that"
+        )
+    config = args.config or Path(attnres_aot.__file__).parent / "configs" / f"{manifest.name}.yaml"
+    if args.out is not None and not config.is_file():
+        raise UsageError(
+            f"{config}: there is no such configuration; name the one that the bundle was built from with --config"
+        )
+    return Request(
+        rows=rows,
+        rule=args.rule,
+        margin=args.margin / 100,
+        pdl=args.pdl == "on",
+        effort=QUICK if args.quick else STANDARD,
+        config=config,
+        out=args.out,
+    )
+
+
+def make_rig(loaded: LoadedBundle, effort: Effort) -> Rig:
+    """Returns the rig for a bundle on its GPU."""
+    device = loaded.device.device
+    return Rig(loaded, partial(graph_time_us, effort=effort, device=device), gpu_facts(device).l2_bytes)
+
+
+def measure_statistics(rig: Rig, request: Request, echo: Echo) -> list[Cell]:
+    """Measures every number of saved blocks with every source, and shows the times.
+
+    Raises:
+      BundleError: the bundle lacks variants or the statistics kernel.
+    """
+    model = rig.loaded.bundle.manifest.model
+    every_nb = range(1, -(-model.layers // model.block_size) + 1)
+    sources = (0, *rig.loaded.bundle.manifest.mailbox.slots)
+    check_bundle(rig.loaded, every_nb, sources)
+    cells: list[Cell] = []
+    for slots in sources:
+        for nb in every_nb:
+            for cell in measure_cells(rig, nb, slots, request.rows, pdl=request.pdl):
+                echo(show.cell_line(cell))
+                cells.append(cell)
+    for line in show.cell_tables(cells, request.rule):
+        echo(line)
+    return cells
+
+
+def measure_shapes(rig: Rig, request: Request, echo: Echo) -> list[list[ShapeTimes]]:
+    """Times every image of the variants that have several, and shows which is best where."""
+    variants = variants_with_choice(rig.loaded)
+    if not variants:
+        echo("\nLaunch shapes: the bundle has one image per variant, so there is none to choose")
+    found = []
+    for variant in variants:
+        found.append(time_shapes(rig, variant, request.rows))
+        for line in show.shape_lines(found[-1]):
+            echo(line)
+    return found
+
+
+def read_config_text(path: Path) -> str:
+    """Reads a configuration file as text.
+
+    Raises:
+      UsageError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+
+
+def check_config(old: str, new: str, decisions: dict[tuple[int, int], Decision], where: str) -> bool:
+    """Reads a rewritten configuration back and compares it with what it should hold; False without PyYAML.
+
+    Raises:
+      ConfigError: it does not parse.
+      UsageError: the configuration serves other deployments than the bundle, or differs elsewhere.
+    """
+    if importlib.util.find_spec("yaml") is None:
+        return False
+    from attnres_aot.config import parse_config
+
+    before, after = parse_config(old.encode(), where), parse_config(new.encode(), f"{where} with measured tables")
+    pairs = tuple(deployment.pair for deployment in before.deployments)
+    if pairs != tuple(sorted(decisions)):
+        raise UsageError(
+            f"{where} has (tp, dcp) {', '.join(map(str, pairs))}, but the bundle serves "
+            f"{', '.join(map(str, sorted(decisions)))}; tune a bundle of the whole configuration"
+        )
+    tables = {d.pair: (str(d.attn_stats), str(d.attn_stats_blocks)) for d in after.deployments}
+    wanted = {pair: (found.attn_stats, found.attn_stats_blocks) for pair, found in decisions.items()}
+    if tables != wanted or replace(after, deployments=before.deployments) != before:
+        raise UsageError(f"{where}: its layout cannot be rewritten safely; put the tables shown above into it by hand")
+    return True
+
+
+def to_data(
+    cells: list[Cell],
+    decisions: dict[tuple[int, int], Decision],
+    shapes: list[list[ShapeTimes]],
+    setting: object,
+    request: Request,
+) -> dict[str, object]:
+    """Returns everything as plain JSON data."""
+    return {
+        "setting": to_json(setting),
+        "rule": request.rule,
+        "margin": request.margin,
+        "pdl": request.pdl,
+        "cells": [to_json(cell) for cell in cells],
+        "tables": [{"tp": tp, "dcp": dcp, **to_json(found)} for (tp, dcp), found in sorted(decisions.items())],
+        "shapes": [
+            {"variant": times[0].variant, "us": {shape.image: shape.us for shape in times},
+             "best": [to_json(choice) for choice in best_choices(times)]}
+            for times in shapes
+        ],
+    }  # fmt: skip

@@ -1,0 +1,69 @@
+"""Measures what is decided from: consumers with and without statistics, alone and after the statistics kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attnres_aot.bench.producers import has_statistics_kernel
+from attnres_aot.bench.rig import Job, Rig
+from attnres_aot.errors import BundleError
+from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.tune.decide import Cell
+from attnres_aot.variants import ConsumerKey, Variant
+
+_FIX = (
+    "build one with every statistics variant: in the configuration set 'attn_stats: \"1-64:1\"' (rows) and "
+    "'attn_stats_blocks: \"1-8:1\"' (saved blocks) in each deployment, then attnres-aot build --config FILE"
+)
+
+
+def check_bundle(loaded: LoadedBundle, every_nb: Sequence[int], slots: Sequence[int]) -> None:
+    """Checks that a bundle holds all that has to be measured.
+
+    Raises:
+      BundleError: it does not; names what is missing and how to build it.
+    """
+    missing = [f"statistics kernel for nb {nb}" for nb in every_nb if not has_statistics_kernel(loaded, nb)]
+    for nb in every_nb:
+        wanted = [variant_for(nb, count, stats=stats) for count in slots for stats in (False, True)]
+        missing += [str(variant) for variant in wanted if variant not in loaded]
+    if missing:
+        more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
+        raise BundleError(f"{loaded.bundle.path} cannot be tuned: it has no {', '.join(missing[:6])}{more}; {_FIX}")
+
+
+def variant_for(nb: int, slots: int, *, stats: bool) -> Variant:
+    """Returns the consumer by which `nb` saved blocks are judged: the common one, with a delta and no write."""
+    return Variant(key=ConsumerKey(nb=nb, has_delta=True), slots=slots, stats=stats)
+
+
+def measure_cells(rig: Rig, nb: int, slots: int, rows: Sequence[int], *, pdl: bool) -> Iterator[Cell]:
+    """Measures one consumer at several row counts, with a warm L2."""
+    plain, stats = variant_for(nb, slots, stats=False), variant_for(nb, slots, stats=True)
+    for count in rows:
+
+        def time_us(variant: Variant, *, before: bool = False, consumer: bool = True, count: int = count) -> float:
+            job = Job(variant=variant, rows=count, pdl=pdl, statistics_before=before, consumer=consumer)
+            return rig.time_us(job)
+
+        copy = time_us(plain, consumer=False) if slots else 0.0
+        yield Cell(
+            nb=nb,
+            slots=slots,
+            rows=count,
+            plain_us=time_us(plain) - copy,
+            ready_us=time_us(stats) - copy,
+            chain_us=time_us(stats, before=True) - copy,
+            beside_us=time_us(plain, before=True) - copy,
+        )
+
+
+def deployments(loaded: LoadedBundle) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Returns each (tp, dcp) that the bundle serves, with the slot counts of its sources; 0 is an ordinary one."""
+    manifest = loaded.bundle.manifest
+    return {
+        (table.tp, table.dcp): tuple(
+            sorted({record.slots for record in manifest.variants if (table.tp, table.dcp) in record.deployments})
+        )
+        for table in manifest.tables
+    }
