@@ -20,6 +20,7 @@ from attnres_aot.build.pool import PoolSettings
 from attnres_aot.build.progress import choose_progress
 from attnres_aot.build.report import BuildReport
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
+from attnres_aot.cli.wording import count, megabytes
 from attnres_aot.config import load_config
 from attnres_aot.manifest import to_json
 from attnres_aot.plan import EVERYTHING, Selection, plan
@@ -124,25 +125,26 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def _show(report: BuildReport) -> None:
     if report.failures:
-        click.echo(f"{report.path}: {_count(len(report.failures), 'image')} of {report.images} failed:", err=True)
+        click.echo(f"{report.path}: {count(len(report.failures), 'image')} of {report.images} failed:", err=True)
         for failure in report.failures:
             click.echo(f"  {failure}", err=True)
-        click.echo("The images that did compile are kept for the next build; no bundle was written.", err=True)
+        kept = "What did compile is kept for the next build; no" if report.compiled else "No"
+        click.echo(f"{kept} bundle was written.", err=True)
     elif report.status == "unchanged":
         click.echo(
-            f"{report.path}: unchanged ({_count(report.images, 'image')}, {_bytes(report.size_bytes)}, "
+            f"{report.path}: unchanged ({count(report.images, 'image')}, {megabytes(report.size_bytes)}, "
             f"checked in {report.wall_seconds:.2f} s)"
         )
     else:
         click.echo(
-            f"{report.path}: {_count(report.variants, 'variant')}, {_count(report.producers, 'producer')}, "
-            f"{_count(report.images, 'image')} "
-            f"({len(report.compiled)} compiled, {len(report.reused)} reused), {_bytes(report.size_bytes)}"
+            f"{report.path}: {count(report.variants, 'variant')}, {count(report.producers, 'producer')}, "
+            f"{count(report.images, 'image')}, {megabytes(report.size_bytes)}"
         )
         click.echo(
-            f"  {report.wall_seconds:.1f} s with {_count(report.jobs, 'job')}; the images' own compile times add up "
-            f"to {report.compile_seconds:.1f} s; peak memory {_bytes(report.peak_memory_bytes)}"
+            f"  {len(report.compiled)} compiled, {len(report.reused)} reused, in {report.wall_seconds:.1f} s with "
+            f"{count(report.jobs, 'job')}; peak memory {megabytes(report.peak_memory_bytes)}"
         )
+        click.echo(f"  the images' own compile times add up to {report.compile_seconds:.1f} s")
 
 
 def _show_previews(requests: Sequence[BuildRequest], facts: BuildFacts, *, as_json: bool) -> int:
@@ -153,17 +155,17 @@ def _show_previews(requests: Sequence[BuildRequest], facts: BuildFacts, *, as_js
     for request, seen in previews:
         missing = [step for step in seen.steps if step.source is Source.COMPILER]
         reused = len(seen.steps) - len(missing)
-        what = "nothing to do" if seen.unchanged else f"{_count(len(missing), 'image')} to compile, {reused} to reuse"
+        what = "nothing to do" if seen.unchanged else f"{count(len(missing), 'image')} to compile, {reused} to reuse"
         click.echo(f"{request.path}: {what}")
         for reason in dict.fromkeys(step.reason for step in missing):
             names = [step.wanted.name for step in missing if step.reason == reason]
-            click.echo(f"  compile {_count(len(names), 'image')}: {reason}")
+            click.echo(f"  compile {count(len(names), 'image')}: {reason}")
             for name in names:
                 click.echo(f"    {name}")
         for source in (Source.BUNDLE, Source.STORE):
-            count = sum(step.source is source for step in seen.steps)
-            if count:
-                click.echo(f"  reuse {_count(count, 'image')} of {source.value}")
+            found = sum(step.source is source for step in seen.steps)
+            if found:
+                click.echo(f"  reuse {count(found, 'image')} of {source.value}")
     return 0
 
 
@@ -183,11 +185,3 @@ def _preview_json(request: BuildRequest, seen: Preview) -> dict[str, Any]:
             for step in seen.steps
         ],
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 1e6:.1f} MB" if number < 1e9 else f"{number / 1e9:.2f} GB"

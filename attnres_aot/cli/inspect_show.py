@@ -13,9 +13,12 @@ from attnres_aot.abi import Param
 from attnres_aot.arch import parse_arch
 from attnres_aot.binary.cubin import CubinFacts
 from attnres_aot.bundle import Bundle
-from attnres_aot.cli.plan_rows import ranges
+from attnres_aot.cli.inspect_tables import image_lines, producer_lines, variant_lines
+from attnres_aot.cli.wording import count, pairs
 from attnres_aot.manifest import ImageRecord, Manifest, VariantRecord
 
+LABEL_WIDTH = 13
+"""Characters of the names of facts."""
 MIN_WIDTH = 150
 """Characters that a table gets where the output is no terminal, so that no name is cut."""
 
@@ -36,15 +39,6 @@ class ImageView:
     """Its disassembled code, if asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """What the variants of one row have in common, besides their saved blocks."""
-
-    slots: int
-    consumer: str
-    deployments: tuple[tuple[int, int], ...]
-
-
 def show_bundles(bundles: Sequence[Bundle]) -> None:
     """Prints one line per bundle."""
     table = _table("bundle", "arch", "images:", "variants:", "bytes:", "for")
@@ -58,16 +52,14 @@ def show_bundles(bundles: Sequence[Bundle]) -> None:
 
 
 def show_bundle(bundle: Bundle) -> None:
-    """Prints a whole bundle: what it is, its images, and its variants by kind."""
-    console = _console()
-    _print_facts(console, str(bundle.path), _header(bundle.manifest))
-    console.print()
-    console.print(_image_table(bundle.manifest))
-    console.print()
-    console.print(_variant_table(bundle.manifest))
-    if bundle.manifest.producers:
+    """Prints a whole bundle: what it is, its images, its variants and its producers by kind."""
+    console, manifest = _console(), bundle.manifest
+    _print_facts(console, str(bundle.path), _header(manifest))
+    tables = [image_lines(manifest), variant_lines(manifest)]
+    for table in [*tables, producer_lines(manifest)] if manifest.producers else tables:
         console.print()
-        console.print(_producer_table(bundle.manifest))
+        for line in table:
+            console.print(line)
 
 
 def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
@@ -81,8 +73,8 @@ def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
         ("writes block", "none" if variant.write is None else str(variant.write)),
         ("final", _yes(flag=variant.final)),
         ("aux copy", _yes(flag=variant.aux)),
-        ("precomputed statistics", _yes(flag=variant.stats)),
-        ("(tp, dcp)", _pairs(variant.deployments)),
+        ("statistics", _yes(flag=variant.stats)),
+        ("(tp,dcp)", pairs(variant.deployments)),
         *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in variant.choices),
     ]
     _print_facts(_console(), variant.name, facts)
@@ -130,97 +122,31 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
     arch = parse_arch(manifest.arch.proven)
     size = sum(image.size for image in manifest.images)
     yield "for", f"{arch.rule()}; {manifest.arch.requested} requested, {arch} proven"
-    counts = f"{len(manifest.variants)} variants and {len(manifest.producers)} producers"
-    yield "holds", f"{counts} served by {len(manifest.images)} images of {size:,} bytes in all"
+    counts = f"{count(len(manifest.variants), 'variant')} and {count(len(manifest.producers), 'producer')}"
+    yield "holds", f"{counts} in {count(len(manifest.images), 'image')} of {size:,} bytes"
     yield "model", f"{manifest.name}: {model.layers} layers of {model.hidden}, {model.block_size} to a saved block"
     slots = ", ".join(map(str, mailbox.slots)) or "none"
     yield "mailboxes", f"capacity {mailbox.capacity} rows; slots: {slots}"
-    yield "built with", ", ".join(f"{name} {version}" for name, version in sorted(manifest.toolchain.items()))
+    for name, version in sorted(manifest.toolchain.items()):
+        yield "built with", f"{name} {version}"
     yield "digests", f"config {manifest.config_sha256[:12]}, sources {manifest.sources_sha256[:12]}"
+    tables: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for table in manifest.tables:
-        rows, blocks = (text or "none" for text in (table.attn_stats, table.attn_stats_blocks))
-        yield f"tp {table.tp}, dcp {table.dcp}", f"statistics for rows {rows}; saved blocks {blocks}"
-
-
-def _image_table(manifest: Manifest) -> Table:
-    serves: dict[str, int] = {}
-    choices = [choice for variant in manifest.variants for choice in variant.choices]
-    choices += [choice for producer in manifest.producers for choice in producer.choices]
-    for choice in choices:
-        serves[choice.image] = serves.get(choice.image, 0) + 1
-    table = _table("image", "registers:", "spills:", "smem:", "CTAs:", "threads:", "rows:", "bytes:", "serves:")
-    for image in manifest.images:
-        numbers = (
-            image.registers,
-            image.spill_bytes,
-            image.smem_static_bytes + image.smem_dynamic_bytes,
-            image.cluster,
-            image.block_threads,
-            image.rows_per_cluster,
+        tables.setdefault((table.attn_stats or "none", table.attn_stats_blocks or "none"), []).append(
+            (table.tp, table.dcp)
         )
-        counts = (f"{image.size:,}", str(serves.get(image.name, 0)))
-        table.add_row(escape(image.name), *map(str, numbers), *counts)
-    return table
-
-
-def _producer_table(manifest: Manifest) -> Table:
-    table = _table("producer", "saved blocks:", "image", "(tp, dcp)")
-    for producer in manifest.producers:
-        blocks = "-" if producer.nb is None else str(producer.nb)
-        images = ", ".join(choice.image for choice in producer.choices)
-        table.add_row(escape(producer.name), blocks, escape(images), _pairs(producer.deployments))
-    return table
-
-
-def _variant_table(manifest: Manifest) -> Table:
-    images = {image.name: image for image in manifest.images}
-    table = _table("source", "consumer", "saved blocks", "options", "variants:", "images:", "registers:", "(tp, dcp)")
-    for (kind, blocks), by_options in _merged(manifest.variants).items():
-        members = [member for alike in by_options.values() for member in alike]
-        used = {choice.image for member in members for choice in member.choices}
-        registers = sorted({images[name].registers for name in used})
-        table.add_row(
-            f"mailbox, {kind.slots}" if kind.slots else "ordinary",
-            kind.consumer,
-            blocks,
-            ", ".join(by_options),
-            str(len(members)),
-            str(len(used)),
-            f"{registers[0]}-{registers[-1]}" if len(registers) > 1 else str(registers[0]),
-            _pairs(kind.deployments),
-        )
-    return table
-
-
-def _merged(variants: Iterable[VariantRecord]) -> dict[tuple[_Kind, str], dict[str, list[VariantRecord]]]:
-    """Groups variants by kind and saved blocks, then by options: those of equal saved blocks share a row."""
-    apart: dict[tuple[_Kind, str], list[VariantRecord]] = {}
-    for variant in variants:
-        apart.setdefault((_kind(variant), _options(variant)), []).append(variant)
-    merged: dict[tuple[_Kind, str], dict[str, list[VariantRecord]]] = {}
-    for (kind, options), members in apart.items():
-        merged.setdefault((kind, ranges(member.nb for member in members)), {})[options] = members
-    return merged
-
-
-def _kind(variant: VariantRecord) -> _Kind:
-    words = [
-        "delta" if variant.has_delta else "no delta",
-        "" if variant.write is None else "writes nb" if variant.write == variant.nb else f"writes {variant.write}",
-        "final" if variant.final else "",
-    ]
-    return _Kind(slots=variant.slots, consumer=", ".join(filter(None, words)), deployments=variant.deployments)
-
-
-def _options(variant: VariantRecord) -> str:
-    return "+".join(name for name, on in (("aux", variant.aux), ("stats", variant.stats)) if on) or "plain"
+    for (rows, blocks), users in tables.items():
+        yield "statistics", f"rows {rows}, saved blocks {blocks} for (tp,dcp) {pairs(users)}"
 
 
 def _print_facts(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
     if title:
         console.print(f"[bold]{escape(title)}[/]")
+    before = ""
     for name, value in facts:
-        console.print(f"  [dim]{escape(name):<22}[/]  {escape(value)}")
+        label = "" if name == before else escape(name)
+        console.print(f"  [dim]{label:<{LABEL_WIDTH}}[/]  {escape(value)}")
+        before = name
 
 
 def _table(*headers: str) -> Table:
@@ -242,7 +168,3 @@ def _rows(max_rows: int | None) -> str:
 
 def _yes(*, flag: bool) -> str:
     return "yes" if flag else "no"
-
-
-def _pairs(pairs: Iterable[tuple[int, int]]) -> str:
-    return " ".join(f"({tp},{dcp})" for tp, dcp in pairs)

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from attnres_aot.arch import Arch
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
-from attnres_aot.cli.plan_rows import Row, Source, ranges, sources
+from attnres_aot.cli.plan_rows import Row, Source, sources
+from attnres_aot.cli.wording import count, line, pairs, ranges, source_name, widths
 from attnres_aot.config import load_config
 from attnres_aot.manifest import to_json
 from attnres_aot.plan import Plan, Selection, plan
 
 _HEADER = ("where in the model", "nb", "consumer", "plain", "aux", "stats", "both", "images", "")
-_LEFT = 3  # columns of words; the rest are counts, but for the last
+_WORDS = 3  # columns of words; the rest are counts, but for the last
 
 
 @click.command("plan")
@@ -38,21 +39,21 @@ def command(archs: tuple[Arch, ...], config_path: Path, selection: Selection, *,
 def _show(plans: list[Plan]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     first, config = plans[0], plans[0].config
-    counts = f"{_count(len(first.variants), 'variant')} and {_count(len(first.producers), 'producer')} "
-    counts += f"served by {_count(len(first.images), 'image')}"
+    counts = f"{count(len(first.variants), 'variant')} and {count(len(first.producers), 'producer')} "
+    counts += f"served by {count(len(first.images), 'image')}"
     console.print(f"[bold]{config.name}[/]: {counts}, for each arch")
-    pairs = _pairs(tuple(each.pair for each in first.deployments))
+    deployments = pairs(each.pair for each in first.deployments)
     console.print(
-        f"[dim]{_count(config.model.layers, 'layer')} of {config.model.hidden_size}, "
-        f"{_count(config.model.blocks, 'saved block')} (nb); (tp, dcp): {pairs}[/]\n"
+        f"[dim]{count(config.model.layers, 'layer')} of {config.model.hidden_size}, "
+        f"{count(config.model.blocks, 'saved block')} (nb); (tp, dcp): {deployments}[/]\n"
     )
     grouped = sources(first)
-    widths = _widths([_cells(row, source) for source in grouped for row in source.rows])
-    console.print(f"[dim]{_line(_HEADER, widths)}[/]")
+    columns = widths([_HEADER, *(_cells(row, source) for source in grouped for row in source.rows)])
+    console.print(f"[dim]{line(_HEADER, columns, _WORDS)}[/]")
     for source in grouped:
-        console.print(f"[bold]{_source_name(source.slots)}[/]: {_source_facts(source, first)}")
+        console.print(f"[bold]{source_name(source.slots)}[/]: {_source_facts(source, first)}")
         for row in source.rows:
-            console.print(_line(_cells(row, source), widths))
+            console.print(line(_cells(row, source), columns, _WORDS))
     _show_producers(console, first)
     console.print("\n[dim]Rows of a source share images: the written block, the aux copy and the[/]")
     console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]\n")
@@ -64,7 +65,7 @@ def _show_producers(console: Console, shown: Plan) -> None:
     """Prints the producers of one kernel and of the same deployments as one line."""
     if not shown.producers:
         return
-    console.print(f"[bold]producers[/]: {_count(len(shown.producers), 'image')}, one each")
+    console.print(f"[bold]producers[/]: {count(len(shown.producers), 'image')}, one each")
     kinds: dict[tuple[str, tuple[tuple[int, int], ...]], list[int | None]] = {}
     for planned in shown.producers:
         kinds.setdefault((planned.producer.kernel, planned.deployments), []).append(planned.producer.nb)
@@ -72,41 +73,19 @@ def _show_producers(console: Console, shown: Plan) -> None:
         counts = [nb for nb in blocks if nb is not None]
         what = f"of {ranges(counts)} saved blocks" if counts else "into mailboxes of any geometry"
         everyone = len(deployments) == len(shown.deployments)
-        console.print(f"  {kernel} {what}{'' if everyone else f', only {_pairs(deployments)}'}")
-
-
-def _source_name(slots: int) -> str:
-    return f"mailbox of {_count(slots, 'slot')}" if slots else "ordinary source"
+        console.print(f"  {kernel} {what}{'' if everyone else f', only {pairs(deployments)}'}")
 
 
 def _source_facts(source: Source, shown: Plan) -> str:
     everyone = len(source.deployments) == len(shown.deployments)
-    users = "every (tp, dcp)" if everyone else _pairs(source.deployments)
-    return f"{_count(source.variants, 'variant')}, {_count(source.images, 'image')}, for {users}"
+    users = "every (tp, dcp)" if everyone else pairs(source.deployments)
+    return f"{count(source.variants, 'variant')}, {count(source.images, 'image')}, for {users}"
 
 
 def _cells(row: Row, source: Source) -> tuple[str, ...]:
     counts = [str(count or "-") for count in (row.plain, row.aux, row.stats, row.aux_stats)]
-    note = "" if row.deployments == source.deployments else f"only {_pairs(row.deployments)}"
+    note = "" if row.deployments == source.deployments else f"only {pairs(row.deployments)}"
     return (row.where, row.blocks, row.consumer, *counts, str(row.images), note)
-
-
-def _widths(lines: list[tuple[str, ...]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(_HEADER, *lines, strict=True)]
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    words = [cell.ljust(width) for cell, width in zip(cells[:_LEFT], widths, strict=False)]
-    counts = [cell.rjust(width) for cell, width in zip(cells[_LEFT:-1], widths[_LEFT:], strict=False)]
-    return "  ".join(["", *words, *counts, cells[-1]]).rstrip()
-
-
-def _pairs(pairs: tuple[tuple[int, int], ...]) -> str:
-    return " ".join(f"({tp},{dcp})" for tp, dcp in pairs)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _as_json(shown: Plan) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from attnres_aot.cli.wording import ranges
 from attnres_aot.plan import Plan, PlannedVariant, Position
 
 _SHORT: dict[tuple[Position, ...], str] = {
@@ -76,17 +76,6 @@ def sources(plan: Plan) -> list[Source]:
         )
         for slots, members in sorted(by_slots.items())
     ]
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Writes numbers as ascending ranges, e.g. `0, 2-8`."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def _rows(members: list[PlannedVariant]) -> list[Row]:

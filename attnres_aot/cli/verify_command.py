@@ -12,6 +12,7 @@ from attnres_aot.arch import parse_arch
 from attnres_aot.bundle.verify import VerifyReport, verify_bundle
 from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.options import json_option
+from attnres_aot.cli.wording import count
 from attnres_aot.manifest import Manifest
 
 
@@ -39,7 +40,7 @@ def _show(report: VerifyReport) -> None:
     for note in report.notes:
         click.echo(f"{report.path}: note: {note}")
     if report.problems:
-        click.echo(f"{report.path}: NOT OK: {_count(len(report.problems), 'problem')}")
+        click.echo(f"{report.path}: NOT OK: {count(len(report.problems), 'problem')}")
     elif report.manifest is not None:
         click.echo(f"{report.path}: OK: {_summary(report.manifest)}")
 
@@ -47,14 +48,10 @@ def _show(report: VerifyReport) -> None:
 def _summary(manifest: Manifest) -> str:
     size = sum(image.size for image in manifest.images)
     return (
-        f"{_count(len(manifest.images), 'image')} of {size:,} bytes, {_count(len(manifest.variants), 'variant')}, "
-        f"{_count(len(manifest.producers), 'producer')}, "
+        f"{count(len(manifest.images), 'image')} of {size:,} bytes, {count(len(manifest.variants), 'variant')}, "
+        f"{count(len(manifest.producers), 'producer')}, "
         f"{manifest.arch.proven} (for {parse_arch(manifest.arch.proven).rule()})"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _as_json(report: VerifyReport) -> dict[str, Any]:

@@ -48,18 +48,32 @@ def no_packages(monkeypatch):
 def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
-    assert "22 variants and 2 producers served by 12 images of 78,400 bytes in all" in out
+    assert "22 variants and 2 producers in 12 images of 78,400 bytes" in out
+    assert "12 images: all with spills 0, CTAs 2, threads 128, rows 1" in out
+    assert "rows 1-8:1, saved blocks 2:1 for (tp,dcp) (2,2)" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["h2048-nb1-delta", "8", "0", "40", "2", "128", "1", "6,696", "4"] in lines
-    assert ["tp", "2,", "dcp", "2", "statistics", "for", "rows", "1-8:1;", "saved", "blocks", "2:1"] in lines
-    assert ["statistics-nb2", "2", "h2048-statistics-nb2", "(2,2)"] in lines
-    assert ["publish", "-", "h2048-publish", "(2,1)", "(2,2)"] in lines
-    assert ["mailbox,", "2", "delta,", "final", "2", "plain,", "aux", "2", "1", "8", "(2,1)", "(2,2)"] in lines
+    assert ["h2048-nb1-delta", "8", "40", "6,696", "4"] in lines
+    assert ["statistics", "2", "(2,2)", "1", "8"] in lines
+    assert ["publish", "-", "(2,1)", "(2,2)", "1", "8"] in lines
+    assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
+
+
+def test_what_differs_among_images_gets_a_column(bundle, capsys):
+    bundle.edit(lambda raw: raw["images"][1].update(spill_bytes=16))
+    lines = [line.split() for line in run(capsys, bundle.path).splitlines()]
+    assert ["image", "registers", "spills", "smem", "bytes", "serves"] in lines
+    assert ["h2048-nb1-delta", "8", "16", "40", "6,696", "4"] in lines
 
 
 def test_statistics_have_a_row_of_their_own_where_fewer_deployments_need_them(bundle, capsys):
-    rows = [line for line in run(capsys, bundle.path).splitlines() if "stats" in line and "mailbox, 1" in line]
-    assert [row.split()[-1] for row in rows] == ["(2,2)"]
+    lines = run(capsys, bundle.path).splitlines()
+    start = lines.index("mailbox of 1 slot, for (tp,dcp) (2,2)")
+    assert lines[start + 1].split() == ["delta,", "final", "2", "stats,", "both", "2", "1", "8"]
+
+
+def test_no_line_of_a_table_is_wider_than_80_characters(bundle, capsys):
+    lines = run(capsys, bundle.path).splitlines()
+    assert max(map(len, lines[lines.index("") :])) <= 80
 
 
 def test_a_folder_of_bundles_is_listed(make_bundle, capsys):

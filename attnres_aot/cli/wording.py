@@ -1,0 +1,56 @@
+"""How the commands word counts, numbers and deployments, and how they line up columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def count(number: int, noun: str) -> str:
+    """Writes a number of things, e.g. `1 image`, `2 images`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def megabytes(number: int) -> str:
+    """Writes a number of bytes in MB or GB."""
+    return f"{number / 1e6:.1f} MB" if number < 1e9 else f"{number / 1e9:.2f} GB"
+
+
+def pairs(deployments: Iterable[tuple[int, int]]) -> str:
+    """Writes (tp, dcp) pairs, e.g. `(8,1) (8,8)`."""
+    return " ".join(f"({tp},{dcp})" for tp, dcp in deployments)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Writes numbers as ascending ranges, e.g. `0, 2-8`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def span(numbers: Iterable[int]) -> str:
+    """Writes the smallest and the largest number, e.g. `63-96`."""
+    known = set(numbers)
+    return str(min(known)) if len(known) == 1 else f"{min(known)}-{max(known)}"
+
+
+def source_name(slots: int) -> str:
+    """Writes where a consumer's source row comes from."""
+    return f"mailbox of {count(slots, 'slot')}" if slots else "ordinary source"
+
+
+def widths(rows: Iterable[Sequence[str]]) -> list[int]:
+    """Returns the width of each column of `rows`, which have equally many cells."""
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def line(cells: Sequence[str], columns: Sequence[int], words: int) -> str:
+    """Lines up one row, indented by two: the first `words` cells to the left, further ones to the right."""
+    placed = [
+        cell.ljust(width) if index < words else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, columns, strict=True))
+    ]
+    return "  ".join(["", *placed]).rstrip()
