@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Launches every image of a bundle on exact, separate allocations: the program that scripts/sanitize.sh watches.
+
+    python scripts/sanitize_launches.py BUNDLE [--rows 1,3] [--plant freed|unwritten]
+
+`--plant` launches one image that reads weights which were freed, or a delta that was never written, so that a checker
+which finds nothing in it is known to look at nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it once, at import
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from attnres_aot.checking.bare import bare_cases, check_bare, draw_bare
+from attnres_aot.checking.loaded import LoadedConsumer
+from attnres_aot.checking.suite import bundle_variants
+from attnres_aot.selftest import parse_rows
+
+
+def launch_all(consumer: LoadedConsumer, rows: tuple[int, ...]) -> int:
+    """Launches and checks everything; returns the exit status."""
+    manifest = consumer.bundle.manifest
+    generator = torch.Generator().manual_seed(1)
+    problems: list[str] = []
+    launches = 0
+    for variant, count in bare_cases(manifest, rows):
+        bare = draw_bare(variant, count, manifest.model.hidden, generator, consumer.device)
+        problems += check_bare(bare, consumer)
+        launches += 1
+    images = {choice.image for record in manifest.variants for choice in record.choices}
+    print("\n".join([*problems, f"{launches} launches of {len(images)} images, {len(problems)} problems"]))
+    return 1 if problems or not launches else 0
+
+
+def plant(consumer: LoadedConsumer, defect: str) -> int:
+    """Launches once with a defect that a memory checker must find; returns the exit status."""
+    manifest = consumer.bundle.manifest
+    variant = next(v for v in bundle_variants(manifest) if v.key.has_delta and not v.slots and not v.stats)
+    bare = draw_bare(variant, 1, manifest.model.hidden, torch.Generator().manual_seed(1), consumer.device)
+    views = bare.views
+    launch: Callable[[], object] = consumer.bind(bare.case, views)
+    launch()
+    torch.cuda.synchronize(consumer.device)
+    if defect == "freed":
+        views.norm.untyped_storage().resize_(0)
+    else:
+        launch = consumer.bind(bare.case, replace(views, source=torch.empty_like(views.source)))
+    launch()
+    torch.cuda.synchronize(consumer.device)
+    print(f"planted: {defect}")
+    return 0
+
+
+def main() -> int:
+    """Runs the program."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("bundle")
+    parser.add_argument("--rows", default="1,3", help="row counts (default: %(default)s)")
+    parser.add_argument("--plant", choices=("freed", "unwritten"), help="launch once with this defect instead")
+    args = parser.parse_args()
+    consumer = LoadedConsumer.open(args.bundle)
+    return plant(consumer, args.plant) if args.plant else launch_all(consumer, parse_rows(args.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
