@@ -13,7 +13,7 @@ from attnres_aot.bench.clock import Call
 from attnres_aot.bench.results import Context, EmptyTime
 from attnres_aot.bench.rig import Rig, Timer
 from attnres_aot.errors import DriverError
-from attnres_aot.runtime.driver import Driver, open_driver
+from attnres_aot.runtime.driver import Current, Driver, open_driver
 from attnres_aot.runtime.torch_device import TorchDevice
 
 _MEMORY_COPY_BYTES = 512 << 20
@@ -60,7 +60,7 @@ def measure_empty(
       DriverError: the driver cannot compile it.
     """
     driver = open_driver()
-    with torch.cuda.device(device.device):
+    with Current(driver, device.ordinal):
         function = load_empty_kernel(driver)
     times = []
     for flag in pdl:

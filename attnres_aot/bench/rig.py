@@ -115,6 +115,7 @@ class Rig:
         def single(*shape: int) -> torch.Tensor:
             return torch.empty((count, *shape), dtype=torch.float32, device=device)
 
+        written = -1 if variant.key.write is None else variant.key.write
         weights = normal(3, hidden)
         weights[:, 1] /= hidden**0.5  # logits of order 1
         mailbox = None
@@ -124,7 +125,7 @@ class Rig:
         return Sets(
             source=normal(max(1, variant.slots), rows, hidden),
             prefix=normal(rows, hidden),
-            blocks=normal(rows, max(self._blocks, variant.key.nb), hidden),
+            blocks=normal(rows, max(self._blocks, variant.key.nb, written + 1), hidden),
             weights=weights,
             out=normal(rows, hidden),
             aux=normal(rows, hidden) if variant.aux else None,
