@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from attnres_aot.runtime.loaded import LoadedBundle
     from attnres_aot.runtime.mailbox import arm, new_mailbox
     from attnres_aot.runtime.prepared import PreparedAttnRes
+    from attnres_aot.runtime.publish import PreparedPublish, publish
+    from attnres_aot.runtime.statistics import PreparedStatistics, statistics
     from attnres_aot.runtime.weights import AttnResWeights
     from attnres_aot.variants import ConsumerKey, Variant, parse_variant
 
@@ -46,6 +48,8 @@ _HOMES = {
     "Missed": "runtime.fallback",
     "OperandError": "errors",
     "PreparedAttnRes": "runtime.prepared",
+    "PreparedPublish": "runtime.publish",
+    "PreparedStatistics": "runtime.statistics",
     "RingFault": "runtime.fault",
     "UsageError": "errors",
     "Variant": "variants",
@@ -57,7 +61,9 @@ _HOMES = {
     "parse_arch": "arch",
     "parse_variant": "variants",
     "preload": "runtime.api",
+    "publish": "runtime.publish",
     "ring_fault": "runtime.api",
+    "statistics": "runtime.statistics",
     "statistics_blocks": "runtime.api",
     "statistics_rows": "runtime.api",
 }
@@ -78,6 +84,8 @@ __all__ = [  # noqa: RUF022 - the version first
     "Missed",
     "OperandError",
     "PreparedAttnRes",
+    "PreparedPublish",
+    "PreparedStatistics",
     "RingFault",
     "UsageError",
     "Variant",
@@ -89,7 +97,9 @@ __all__ = [  # noqa: RUF022 - the version first
     "parse_arch",
     "parse_variant",
     "preload",
+    "publish",
     "ring_fault",
+    "statistics",
     "statistics_blocks",
     "statistics_rows",
 ]

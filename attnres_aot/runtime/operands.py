@@ -70,7 +70,7 @@ def check_geometry(
     """Checks dtype, device, rank, row length, strides and row counts.
 
     Args:
-      expected: what each operand must be; one of them is `out`, which gives the rows that the others are held to.
+      expected: what each operand must be; `out`, or else the first, gives the rows that the others are held to.
       tensors: the operands, in the same order.
       hidden: row length in elements.
       tensor_index: what `get_device()` returns for tensors on the right device.
@@ -215,7 +215,7 @@ def _view(what: Expected, tensor: torch.Tensor) -> View:
 
 
 def _row_problems(views: Sequence[View]) -> list[str]:
-    rows = next(view.rows for view in views if view.expected.name == "out")
+    rows = next((view.rows for view in views if view.expected.name == "out"), views[0].rows)
     return [
         f"{view.expected.name} has {view.rows} rows, but out has {rows}; all operands of a launch need the same number"
         for view in views

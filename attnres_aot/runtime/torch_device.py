@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnres_aot.errors import DriverError, UsageError
+from attnres_aot.errors import DriverError, OperandError, UsageError
 from attnres_aot.runtime.driver import open_driver
 
 
@@ -60,6 +60,35 @@ def pick_device(device: torch.device | str | int | None = None) -> TorchDevice:
         stream=_stream_reader(),
         current=_device_reader() if count > 1 else None,
     )
+
+
+def check_device(name: str, tensor: torch.Tensor, device: TorchDevice) -> None:
+    """Checks that an operand is where the code of a bundle runs.
+
+    Raises:
+      OperandError: it is elsewhere.
+    """
+    if tensor.get_device() != device.tensor_index or tensor.device.type != device.device.type:
+        raise OperandError(f"{name}: on {tensor.device}, but the bundle was loaded for {device.device}")
+
+
+def open_memory_of(name: str, tensor: torch.Tensor, device: TorchDevice) -> None:
+    """Lets kernels on `device` access an operand that may be in the memory of another device of this process.
+
+    Raises:
+      OperandError: the device cannot reach that memory.
+    """
+    if tensor.device.type != device.device.type:
+        check_device(name, tensor, device)
+    if tensor.get_device() == device.tensor_index:
+        return
+    if not torch.cuda.can_device_access_peer(device.ordinal, tensor.get_device()):
+        raise OperandError(
+            f"{name}: on {tensor.device}, whose memory {device.device} cannot access; use two devices that NVLink or "
+            "PCIe peer access connects ('nvidia-smi topo -p2p w' lists them)"
+        )
+    # Torch opens a device's memory to another when it first copies between them.
+    torch.empty(1, device=tensor.device).copy_(torch.empty(1, device=device.device))
 
 
 def cuda_version() -> str | None:

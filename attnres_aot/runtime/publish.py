@@ -1,0 +1,121 @@
+"""Publishes rows into a mailbox slot, on this GPU or on one that it can write to."""
+
+from __future__ import annotations
+
+import torch
+
+from attnres_aot.errors import OperandError
+from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.mailbox import mailbox_problems
+from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View
+from attnres_aot.runtime.producer import PreparedProducer
+from attnres_aot.runtime.torch_device import open_memory_of
+from attnres_aot.variants import PUBLISH, Producer
+
+_BF16_BYTES = 2
+
+
+class PreparedPublish(PreparedProducer):
+    """One mailbox slot to publish rows into: copies them with -0.0 made +0.0, in whole 16-byte fragments.
+
+    `run` launches on the device of the rows, on torch's current stream there; the mailbox may be in the memory of
+    another GPU of this process. The rows that the slot held before must have been consumed: on one GPU, a consumer
+    launched on the same stream in between has done so; between GPUs the caller has to order it.
+
+    The default launch is ordered after everything earlier on the stream. With `pdl=True` a launch may start early but
+    waits for its predecessor before it reads the rows, so that is as safe.
+    """
+
+    __slots__ = ("_mailbox", "_slot")
+
+    def __init__(
+        self,
+        mailbox: torch.Tensor,
+        slot: int,
+        bundle: LoadedBundle | None = None,
+        *,
+        pdl: bool = False,
+        checks: bool = True,
+    ) -> None:
+        """Binds the slot.
+
+        Args:
+          mailbox: [slots, capacity, H] bf16, contiguous (see `new_mailbox`).
+          slot: which slot, 0 to slots - 1.
+          bundle: where the code comes from, loaded for the device of the rows; None is `load()`, for torch's current
+            device.
+          pdl: launch with programmatic stream serialization.
+          checks: check the address of the rows (alignment, overlap) whenever it changes.
+
+        Raises:
+          OperandError: the mailbox cannot be used, there is no such slot, or the device cannot write to the mailbox's.
+          VariantMissError: the bundle does not publish.
+        """
+        if bundle is None:
+            from attnres_aot.runtime.api import load
+
+            bundle = load()
+        super().__init__(Producer(kernel=PUBLISH), bundle, pdl=pdl, checks=checks)
+        problems = mailbox_problems(mailbox, hidden=bundle.hidden)
+        if not problems and not 0 <= slot < mailbox.shape[0]:
+            problems.append(f"slot is {slot!r}; 0 to {mailbox.shape[0] - 1} are the slots of the mailbox")
+        if problems:
+            raise OperandError("\n".join(problems))
+        open_memory_of("mailbox", mailbox, bundle.device)
+        self._mailbox, self._slot = mailbox, slot
+
+    def __repr__(self) -> str:
+        return f"<PreparedPublish into slot {self._slot} of {list(self._mailbox.shape)} on {self._mailbox.device}>"
+
+    def run(self, rows: torch.Tensor) -> torch.Tensor:
+        """Publishes `rows` as rows 0.. of the slot. With no rows, launches nothing.
+
+        Args:
+          rows: [rows, H] bf16, at most the mailbox's capacity; any row stride, rows aligned to 16 bytes.
+
+        Returns:
+          `rows`.
+
+        Raises:
+          OperandError: the rows cannot be launched; one line for every problem.
+          DriverError: the driver refused.
+        """
+        self._launch(rows)
+        return rows
+
+    def _expected(self) -> Expected:
+        return Expected(name="rows", reads=(0,))
+
+    def _constants(self, view: View) -> dict[str, int | float]:
+        capacity = self._mailbox.shape[1]
+        if view.rows > capacity:
+            raise OperandError(f"rows has {view.rows} rows, but a slot of the mailbox holds {capacity}")
+        return {
+            "mailbox": self._slot_address(),
+            "source_row_stride": view.row_stride // VECTOR_ELEMS,
+            "rows": view.rows,
+        }
+
+    def _written(self, view: View) -> list[tuple[str, int, int]]:
+        return [("the mailbox", self._slot_address(), view.rows * view.hidden * _BF16_BYTES)]
+
+    def _pointer(self) -> str:
+        return "source"
+
+    def _slot_address(self) -> int:
+        return self._mailbox.data_ptr() + self._slot * self._mailbox.stride(0) * _BF16_BYTES
+
+
+def publish(
+    rows: torch.Tensor, mailbox: torch.Tensor, slot: int, *, bundle: LoadedBundle | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Publishes once; binds and checks everything each time. `PreparedPublish` says what is what.
+
+    Returns:
+      `rows`.
+    """
+    if bundle is None:
+        from attnres_aot.runtime.api import load
+
+        bundle = load(device=rows.device)
+    return PreparedPublish(mailbox, slot, bundle, pdl=pdl).run(rows)

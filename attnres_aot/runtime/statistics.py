@@ -1,0 +1,145 @@
+"""Computes the statistics of saved blocks that consumers with bound statistics take instead of reading the blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnres_aot.errors import OperandError
+from attnres_aot.runtime.binding import make_statistics
+from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View, vector_problems
+from attnres_aot.runtime.producer import PreparedProducer
+from attnres_aot.runtime.torch_device import check_device
+from attnres_aot.runtime.weights import check_eps
+from attnres_aot.variants import STATISTICS, Producer
+
+_FP32_BYTES = 4
+
+
+class PreparedStatistics(PreparedProducer):
+    """The statistics of `nb` saved blocks, bound to the weights of a consumer and to where they go.
+
+    `run` launches on torch's current stream of the tensors' device. The default launch is ordered after everything
+    earlier on the stream. With `pdl=True` a launch may start while its predecessor still runs: blocks and weights must
+    then have been complete before that predecessor started; mixture and scal may still be read by it.
+    """
+
+    __slots__ = ("_eps", "_nb", "_norm", "_query", "_statistics")
+
+    def __init__(  # noqa: PLR0913 - everything but the blocks
+        self,
+        norm: torch.Tensor,
+        query: torch.Tensor,
+        eps: float | tuple[float, float],
+        mixture: torch.Tensor,
+        scal: torch.Tensor,
+        *,
+        nb: int,
+        bundle: LoadedBundle | None = None,
+        pdl: bool = False,
+        checks: bool = True,
+    ) -> None:
+        """Binds the producer.
+
+        Args:
+          norm: [H] bf16, contiguous: weight of the norm under the logits of the consumer that takes the statistics.
+          query: [H] or [1, H] bf16, contiguous: its projection.
+          eps: its epsilon under the logits, or its pair of epsilons, of which that is the first.
+          mixture: [cap, H] fp32, contiguous, written: sum over blocks of exp(logit - m) * block.
+          scal: [cap, 2] fp32, contiguous, written: (m, l), the largest logit and the sum of exp(logit - m).
+          nb: saved blocks, that of the consumer.
+          bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
+          pdl: launch with programmatic stream serialization.
+          checks: check the address of the blocks (alignment, overlap) whenever it changes.
+
+        Raises:
+          OperandError: something cannot be bound; one line for every problem.
+          VariantMissError: the bundle does not make statistics of `nb` blocks.
+        """
+        if bundle is None:
+            from attnres_aot.runtime.api import load
+
+            bundle = load(device=norm.device)
+        super().__init__(Producer(kernel=STATISTICS, nb=nb), bundle, pdl=pdl, checks=checks)
+        self._nb, self._norm, self._query = nb, _vector(norm, bundle.hidden), _vector(query, bundle.hidden)
+        problems = vector_problems("norm", self._norm, (bundle.hidden,), torch.bfloat16)
+        problems += vector_problems("query", self._query, (bundle.hidden,), torch.bfloat16)
+        if problems:
+            raise OperandError("\n".join(problems))
+        self._eps = check_eps(eps)[0]
+        self._statistics = make_statistics(mixture, scal, (), bundle.hidden)
+        for name, tensor in (("norm", norm), ("query", query), ("mixture", mixture), ("scal", scal)):
+            check_device(name, tensor, bundle.device)
+
+    def __repr__(self) -> str:
+        return f"<PreparedStatistics of {self._nb} blocks, up to {self._statistics.mixture.shape[0]} rows>"
+
+    def run(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches for the rows of `blocks`. With no rows, launches nothing.
+
+        Args:
+          blocks: [rows, B, H] bf16, B >= nb; any row and block stride, rows aligned to 16 bytes.
+
+        Returns:
+          (mixture, scal), of which rows 0..rows-1 are written; `PreparedAttnRes.bind_statistics` takes them.
+
+        Raises:
+          OperandError: the blocks cannot be launched; one line for every problem.
+          DriverError: the driver refused.
+        """
+        self._launch(blocks)
+        return self._statistics.mixture, self._statistics.scal
+
+    def _expected(self) -> Expected:
+        return Expected(name="blocks", reads=tuple(range(self._nb)), blocks=self._nb)
+
+    def _constants(self, view: View) -> dict[str, int | float]:
+        mixture, scal = self._statistics.mixture, self._statistics.scal
+        if view.rows > mixture.shape[0]:
+            raise OperandError(f"blocks has {view.rows} rows, but mixture holds {mixture.shape[0]}; bind a larger one")
+        return {
+            "norm": self._norm.data_ptr(),
+            "query": self._query.data_ptr(),
+            "mixture": mixture.data_ptr(),
+            "scal": scal.data_ptr(),
+            "blocks_row_stride": view.row_stride // VECTOR_ELEMS,
+            "blocks_block_stride": view.block_stride // VECTOR_ELEMS,
+            "rows": view.rows,
+            "eps": self._eps,
+        }
+
+    def _written(self, view: View) -> list[tuple[str, int, int]]:
+        written = (("mixture", self._statistics.mixture), ("scal", self._statistics.scal))
+        return [(name, each.data_ptr(), view.rows * each.shape[1] * _FP32_BYTES) for name, each in written]
+
+    def _pointer(self) -> str:
+        return "blocks"
+
+
+def statistics(  # noqa: PLR0913 - everything at once
+    blocks: torch.Tensor,
+    norm: torch.Tensor,
+    query: torch.Tensor,
+    eps: float | tuple[float, float],
+    mixture: torch.Tensor,
+    scal: torch.Tensor,
+    *,
+    nb: int,
+    bundle: LoadedBundle | None = None,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes statistics once; binds and checks everything each time. `PreparedStatistics` says what is what.
+
+    Returns:
+      (mixture, scal), of which as many rows are written as `blocks` has.
+    """
+    return PreparedStatistics(norm, query, eps, mixture, scal, nb=nb, bundle=bundle, pdl=pdl).run(blocks)
+
+
+def _vector(tensor: Any, hidden: int) -> Any:
+    """Returns a weight [H] or [1, H] as [H], on memory that stays alive even if a parameter's data is replaced."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.detach()[0] if tensor.shape == (1, hidden) else tensor.detach()
