@@ -61,6 +61,7 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
         "min_ctas_per_sm": _min_ctas_per_sm(spec),
         "rows_per_cluster": 1,
         "smem_dynamic_bytes": 0,
+        "pdl": True,
     }
 
 
@@ -99,7 +100,7 @@ def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:
         block_threads=shape["threads"],
         smem_dynamic_bytes=shape["smem_dynamic_bytes"],
         rows_per_cluster=shape["rows_per_cluster"],
-        pdl=True,
+        pdl=bool(shape["pdl"]),
         seconds=time.perf_counter() - start,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from attnres_aot._version import __version__
 from attnres_aot.arch import Arch
-from attnres_aot.build.sources import sources_digest
+from attnres_aot.build.sources import combined_digest, sources_digests
 from attnres_aot.build.toolchain import toolchain_versions
 from attnres_aot.manifest import SCHEMA, canonical_json, to_json
 from attnres_aot.plan import Plan
@@ -25,6 +25,7 @@ LAUNCH_FIELDS = {
     "threads": "block_threads",
     "rows_per_cluster": "rows_per_cluster",
     "smem_dynamic_bytes": "smem_dynamic_bytes",
+    "pdl": "pdl",
 }
 """Launch constant -> the field of a manifest's image record that holds it."""
 PACKAGE_COMPONENT = "attnres-aot"
@@ -39,10 +40,15 @@ class BuildFacts:
     """Component -> version of the compiler."""
     package_version: str
     """Version of attnres-aot: recorded, but no part of a build key, as it changes no image."""
-    sources_sha256: str
-    """Digest of the sources that decide an image's bytes."""
+    sources: dict[str, str]
+    """Kernel -> digest of the sources that decide the bytes of its images."""
     compiler: str = DEFAULT_COMPILER
     """Dotted name of the module that compiles images in the workers."""
+
+    @property
+    def sources_sha256(self) -> str:
+        """Digest of the sources of all kernels, as a manifest records it."""
+        return combined_digest(self.sources)
 
     @property
     def recorded(self) -> dict[str, str]:
@@ -56,7 +62,7 @@ def gather_facts() -> BuildFacts:
     Raises:
       CompileError: the compiler is not installed.
     """
-    return BuildFacts(toolchain=toolchain_versions(), package_version=__version__, sources_sha256=sources_digest())
+    return BuildFacts(toolchain=toolchain_versions(), package_version=__version__, sources=sources_digests())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ def build_key(spec: ImageSpec, launch: dict[str, int], arch: Arch, facts: BuildF
         "launch": launch,
         "arch": str(arch),
         "toolchain": facts.toolchain,
-        "sources": facts.sources_sha256,
+        "sources": facts.sources[spec.kernel],
         "compiler": facts.compiler,
         "schema": schema,
     }

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.arch import parse_arch
-from attnres_aot.build.keys import PACKAGE_COMPONENT, BuildFacts, build_key
-from attnres_aot.build.sources import sources_digest
+from attnres_aot.build.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, build_key
+from attnres_aot.build.sources import combined_digest, sources_digests
 from attnres_aot.bundle.manifest_check import producer_of, variant_of
 from attnres_aot.compiler import launch_constants
 from attnres_aot.errors import UsageError
@@ -34,12 +34,6 @@ VECTOR_ELEMS = 8
 """bf16 elements of one 16-byte access."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LAUNCH_FIELDS = {
-    "cluster": "cluster",
-    "threads": "block_threads",
-    "rows_per_cluster": "rows_per_cluster",
-    "smem_dynamic_bytes": "smem_dynamic_bytes",
-}
 
 
 def audit_problems(manifest: Manifest) -> list[str]:
@@ -55,7 +49,7 @@ def audit_problems(manifest: Manifest) -> list[str]:
 
 def is_of_this_release(manifest: Manifest) -> bool:
     """Tells whether the bundle was built from the same kernel and compiler sources as this package's."""
-    return manifest.sources_sha256 == sources_digest()
+    return manifest.sources_sha256 == combined_digest(sources_digests())
 
 
 def derivation_problems(manifest: Manifest) -> Iterator[str]:
@@ -70,7 +64,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
     facts = BuildFacts(
         toolchain=toolchain,
         package_version=manifest.toolchain.get(PACKAGE_COMPONENT, ""),
-        sources_sha256=manifest.sources_sha256,
+        sources=sources_digests(),
     )
     specs = {str(spec): spec for spec in _specs(manifest)}
     for image in manifest.images:
@@ -78,7 +72,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
         if spec is None or image.kernel != spec.kernel:
             continue
         launch = launch_constants(spec)
-        for constant, field in _LAUNCH_FIELDS.items():
+        for constant, field in LAUNCH_FIELDS.items():
             found = getattr(image, field)
             if found != launch[constant]:
                 yield f"image {image.name!r}: {field} is {found}, its sources say {launch[constant]}"

@@ -136,7 +136,7 @@ def facts() -> BuildFacts:
     return BuildFacts(
         toolchain={"nvidia-cutlass-dsl": "4.8.1"},
         package_version="1.2.3",
-        sources_sha256="0" * 64,
+        sources=dict.fromkeys(KERNEL_PARAMS, "0" * 64),
         compiler="fake_compiler",
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.build.builder import build, preview
 from attnres_aot.build.inventory import Source
 from attnres_aot.build.pool import PoolSettings
@@ -25,6 +26,7 @@ from attnres_aot.errors import BundleError
 from attnres_aot.plan import Selection
 from attnres_aot.settings import Options
 
+OTHER_SOURCES = dict.fromkeys(KERNEL_PARAMS, "1" * 64)
 NAMES = ["h1024-nb0", "h1024-nb1-delta", "h1024-nb1", "h1024-nb2", "h1024-nb2-delta-final"]
 
 
@@ -148,7 +150,7 @@ class Update:
 
 
 UPDATES = [
-    Update("sources", "sources_sha256", "1" * 64, 5, "the kernel or compiler sources changed"),
+    Update("sources", "sources", OTHER_SOURCES, 5, "the kernel or compiler sources changed"),
     Update("compiler", "toolchain", {"nvidia-cutlass-dsl": "4.9.0"}, 5, "nvidia-cutlass-dsl 4.8.1 -> 4.9.0"),
     Update("package-version", "package_version", "1.2.4", 0, "unchanged"),
 ]
@@ -166,6 +168,15 @@ def test_a_change_rebuilds_what_it_affects_and_says_so(update, tiny, facts, make
     assert report.status == "built"
     assert len(compiler.compiled) == update.compiled
     assert tiny(facts=changed).status == "unchanged"
+
+
+def test_a_change_of_one_kernel_leaves_the_images_of_others(tiny, tiny_config, facts, compiler):
+    config = tiny_config(options=Options(ring=True, aux=False, stats=False))
+    tiny(config=config)
+    compiler.forget()
+    changed = dataclasses.replace(facts, sources={**facts.sources, "publish": "1" * 64})
+    assert tiny(config=config, facts=changed).status == "built"
+    assert compiler.compiled == ["h1024-publish"]
 
 
 def test_a_wider_configuration_compiles_only_what_is_new(tiny, tiny_config, path, compiler):
@@ -201,7 +212,7 @@ def test_a_failed_build_leaves_the_bundle_and_the_next_one_goes_on(tiny, path, c
     tiny()
     good = files_of(path)
     compiler.forget()
-    changed = dataclasses.replace(facts, sources_sha256="1" * 64)
+    changed = dataclasses.replace(facts, sources=OTHER_SOURCES)
     compiler.behave_at({"h1024-nb0": "raise"})
     report = tiny(facts=changed, keep_going=True)
     assert report.status == "failed"
@@ -300,7 +311,7 @@ def test_a_second_builder_is_refused_while_the_first_is_at_work(tiny, path, comp
 def test_what_an_abandoned_build_left_goes_away_when_nothing_is_to_be_done(tiny, path, compiler, facts):
     tiny()
     compiler.behave_at({"h1024-nb0": "raise"})
-    tiny(facts=dataclasses.replace(facts, sources_sha256="1" * 64), keep_going=True)
+    tiny(facts=dataclasses.replace(facts, sources=OTHER_SOURCES), keep_going=True)
     assert work_folder(path).exists()
     assert tiny().status == "unchanged"
     assert [entry.name for entry in path.parent.iterdir()] == ["tiny-sm_90"]
@@ -325,7 +336,7 @@ from attnres_aot.build.keys import BuildFacts
 from pathlib import Path
 assemble.prove_image = conftest.fake_proof
 facts = BuildFacts(toolchain={"nvidia-cutlass-dsl": "4.8.1"}, package_version="1.2.3",
-                   sources_sha256=sys.argv[3], compiler="fake_compiler")
+                   sources=dict.fromkeys(conftest.KERNEL_PARAMS, sys.argv[3]), compiler="fake_compiler")
 build(conftest._request(Path(sys.argv[2])), facts, conftest.Recorder())
 """
 
@@ -355,7 +366,7 @@ def test_an_interrupted_build_loses_neither_the_old_bundle_nor_its_images(
 
     compiler.behave()
     compiler.forget()
-    report = tiny(facts=dataclasses.replace(facts, sources_sha256="1" * 64))
+    report = tiny(facts=dataclasses.replace(facts, sources=OTHER_SOURCES))
     assert compiler.compiled == ["h1024-nb0"]
     assert len(report.reused) == 4
     assert [entry.name for entry in path.parent.iterdir()] == ["tiny-sm_90"]

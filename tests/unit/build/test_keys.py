@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 
+from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.arch import Arch
 from attnres_aot.build.keys import BuildFacts, build_key, gather_facts, wanted_images
-from attnres_aot.build.sources import PACKAGE, source_files, sources_digest
+from attnres_aot.build.sources import PACKAGE, combined_digest, source_files, sources_digests
 from attnres_aot.build.toolchain import toolchain_versions
 from attnres_aot.errors import CompileError
 from attnres_aot.plan import plan
 from attnres_aot.variants import ConsumerSpec, PublishSpec, StatisticsSpec
 
 SPEC = ConsumerSpec(hidden=7168, nb=3, has_delta=True, final=False, slots=8)
-FACTS = BuildFacts(toolchain={"dsl": "1"}, package_version="1", sources_sha256="a" * 64)
+FACTS = BuildFacts(
+    toolchain={"dsl": "1"},
+    package_version="1",
+    sources={"consumer": "a" * 64, "statistics": "c" * 64, "publish": "d" * 64},
+)
 BASE: dict[str, Any] = {
     "spec": SPEC,
     "launch": {"threads": 128},
@@ -48,7 +53,7 @@ CHANGES = [
     Change("arch-minor", "arch", Arch(10, 3)),
     Change("version", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "2"})),
     Change("flavour", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "1", "dsl-cu13": "1"})),
-    Change("sources", "facts", dataclasses.replace(FACTS, sources_sha256="b" * 64)),
+    Change("sources", "facts", dataclasses.replace(FACTS, sources={"consumer": "b" * 64})),
     Change("compiler", "facts", dataclasses.replace(FACTS, compiler="other")),
     Change("schema", "schema", 2),
 ]
@@ -84,40 +89,72 @@ def test_images_of_a_plan_have_names_and_distinct_keys(tiny_config):
 @pytest.fixture
 def package(tmp_path):
     copy = tmp_path / "elsewhere" / "attnres_aot"
-    for path in source_files():
+    for path in {path for kernel in KERNEL_PARAMS for path in source_files(kernel)}:
         (copy / path.relative_to(PACKAGE)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy / path.relative_to(PACKAGE))
     return copy
 
 
-def test_kernels_compiler_and_parameters_are_the_sources(package):
-    names = {path.relative_to(package).as_posix() for path in source_files(package)}
-    assert {"compiler.py", "abi.py", "variants.py", "kernels/consumer.py"} <= names
+@pytest.mark.parametrize("kernel", KERNEL_PARAMS)
+def test_the_sources_of_a_kernel_are_its_device_code_and_what_compiles_it(kernel):
+    names = {path.relative_to(PACKAGE).as_posix() for path in source_files(kernel)}
+    assert {"compiler.py", "abi.py", "variants.py", f"kernels/{kernel}.py", "kernels/ptx.py"} <= names
     assert not any(name.startswith(("build/", "cli/", "runtime/")) for name in names)
+    others = {f"kernels/{other}.py" for other in KERNEL_PARAMS if other != kernel}
+    assert names.isdisjoint(others)
 
 
-def test_the_digest_of_the_sources_does_not_depend_on_where_they_lie(package):
-    assert sources_digest(package) == sources_digest()
+def test_all_device_code_belongs_to_some_kernel():
+    used = {path for kernel in KERNEL_PARAMS for path in source_files(kernel)}
+    assert set((PACKAGE / "kernels").rglob("*.py")) <= used
 
 
-@pytest.mark.parametrize("name", ["kernels/consumer.py", "compiler.py", "abi.py", "variants.py"])
-def test_a_change_of_any_source_changes_the_digest(name, package):
-    before = sources_digest(package)
-    with (package / name).open("a") as file:
+def test_the_digests_do_not_depend_on_where_the_sources_lie(package):
+    assert sources_digests(package) == sources_digests()
+
+
+@dataclass(frozen=True)
+class Edit:
+    file: str
+    kernels: set[str]
+
+
+EDITS = [
+    Edit("kernels/consumer.py", {"consumer"}),
+    Edit("kernels/publish.py", {"publish"}),
+    Edit("kernels/ptx.py", set(KERNEL_PARAMS)),
+    Edit("compiler.py", set(KERNEL_PARAMS)),
+    Edit("abi.py", set(KERNEL_PARAMS)),
+    Edit("variants.py", set(KERNEL_PARAMS)),
+    Edit("README", set()),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.file)
+def test_an_edit_changes_the_digests_of_the_kernels_that_it_affects(edit, package):
+    before = sources_digests(package)
+    with (package / edit.file).open("a") as file:
         file.write("# changed\n")
-    assert sources_digest(package) != before
+    after = sources_digests(package)
+    assert {kernel for kernel in KERNEL_PARAMS if before[kernel] != after[kernel]} == edit.kernels
+    assert (combined_digest(before) != combined_digest(after)) == bool(edit.kernels)
 
 
-def test_a_new_or_renamed_kernel_changes_the_digest(package):
-    digests = {sources_digest(package)}
-    (package / "kernels" / "more").mkdir()
-    (package / "kernels" / "more" / "new.py").write_text("")
-    digests.add(sources_digest(package))
-    (package / "kernels" / "more" / "new.py").rename(package / "kernels" / "new.py")
-    digests.add(sources_digest(package))
-    (package / "README").write_text("no source")
-    digests.add(sources_digest(package))
-    assert len(digests) == 3
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from attnres_aot.kernels import more",
+        "from attnres_aot.kernels.more import x",
+        "import attnres_aot.kernels.more",
+    ],
+)
+def test_device_code_that_a_kernel_imports_counts(line, package):
+    with (package / "kernels" / "ptx.py").open("a") as file:
+        file.write(f"\n\ndef late():\n    {line}\n")
+    before = sources_digests(package)
+    (package / "kernels" / "more.py").write_text("x = 1\n")
+    after = sources_digests(package)
+    assert all(before[kernel] != after[kernel] for kernel in KERNEL_PARAMS)
 
 
 def _install(folder, name: str, version: str) -> None:
@@ -142,6 +179,7 @@ def test_a_machine_without_the_compiler_is_told_how_to_get_it(tmp_path, monkeypa
 
 def test_the_facts_of_this_machine_are_recorded_with_the_package_version():
     facts = gather_facts()
-    assert facts.sources_sha256 == sources_digest()
+    assert facts.sources == sources_digests()
+    assert facts.sources_sha256 == combined_digest(sources_digests())
     assert facts.recorded.keys() == {"attnres-aot", *facts.toolchain}
     assert "nvidia-cutlass-dsl" in facts.toolchain

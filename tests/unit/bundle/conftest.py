@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.arch import parse_arch
 from attnres_aot.build.assemble import assemble, prove_record
 from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import BuildFacts, wanted_images
-from attnres_aot.build.sources import sources_digest
+from attnres_aot.build.sources import sources_digests
 from attnres_aot.bundle.writer import hold_target, write_bundle
 from attnres_aot.manifest import MANIFEST_NAME
 from attnres_aot.plan import plan
@@ -77,7 +78,9 @@ def make_bundle(tmp_path, cubin) -> Callable[..., MadeBundle]:
     def make(arch: str = "sm_100", *, sources: str | None = None, config: Config = CONFIG) -> MadeBundle:
         shown = plan(config, parse_arch(arch))
         facts = BuildFacts(
-            toolchain={"assembler": "12.9"}, package_version="0", sources_sha256=sources or sources_digest()
+            toolchain={"assembler": "12.9"},
+            package_version="0",
+            sources=dict.fromkeys(KERNEL_PARAMS, sources) if sources else sources_digests(),
         )
         records, files = [], {}
         for wanted in wanted_images(shown, facts):
