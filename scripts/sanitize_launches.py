@@ -21,7 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from attnres_aot.checking.bare import bare_cases, check_bare, draw_bare
+from attnres_aot import PreparedPublish, PreparedStatistics
+from attnres_aot.checking.bare import (
+    BARE_EPS,
+    bare_cases,
+    check_bare,
+    check_publish,
+    check_statistics,
+    draw_bare,
+    rows_for,
+)
 from attnres_aot.checking.loaded import LoadedConsumer
 from attnres_aot.checking.suite import bundle_variants
 from attnres_aot.selftest import parse_rows
@@ -37,9 +46,30 @@ def launch_all(consumer: LoadedConsumer, rows: tuple[int, ...]) -> int:
         bare = draw_bare(variant, count, manifest.model.hidden, generator, consumer.device)
         problems += check_bare(bare, consumer)
         launches += 1
-    images = {choice.image for record in manifest.variants for choice in record.choices}
-    print("\n".join([*problems, f"{launches} launches of {len(images)} images, {len(problems)} problems"]))
+    for record in manifest.producers:
+        for count in rows_for(record.choices, rows):
+            problems += launch_producer(consumer, record.nb, count, generator)
+            launches += 1
+    print("\n".join([*problems, f"{launches} launches of {len(manifest.images)} images, {len(problems)} problems"]))
     return 1 if problems or not launches else 0
+
+
+def launch_producer(consumer: LoadedConsumer, nb: int | None, rows: int, generator: torch.Generator) -> list[str]:
+    """Launches a producer of statistics, or the publisher; returns what is wrong."""
+    loaded, device = consumer.loaded, consumer.device
+    if nb is None:
+
+        def publish(source: torch.Tensor, mailbox: torch.Tensor, slot: int) -> None:
+            PreparedPublish(mailbox, slot, loaded).run(source)
+
+        return check_publish(rows, loaded.hidden, generator, device, publish)
+
+    def make(
+        norm: torch.Tensor, query: torch.Tensor, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor
+    ) -> None:
+        PreparedStatistics(norm, query, BARE_EPS, mixture, scal, nb=nb, bundle=loaded).run(blocks)
+
+    return check_statistics(nb, rows, loaded.hidden, generator, device, make)
 
 
 def plant(consumer: LoadedConsumer, defect: str) -> int:

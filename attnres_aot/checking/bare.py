@@ -8,7 +8,7 @@ access outside one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,20 @@ from attnres_aot.checking.arena import DENSE, SPARE_BLOCKS, Views
 from attnres_aot.checking.cases import Case
 from attnres_aot.checking.check import ulp_limit
 from attnres_aot.checking.suite import Consumer, image_variants, wait
-from attnres_aot.manifest import Manifest
+from attnres_aot.manifest import Choice, Manifest
 from attnres_aot.reference import Expected, Operands
 from attnres_aot.variants import Variant
 
-_EPS = 1e-5
+BARE_EPS = 1e-5
+"""Epsilon of all launches here."""
 _SPARE_ROWS = 1
 _BF16 = torch.bfloat16
+_FP32_TOLERANCE = 1e-4
+
+MakeStatistics = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
+"""Makes statistics; takes norm, query, blocks, mixture and scal."""
+PublishRows = Callable[[Tensor, Tensor, int], object]
+"""Publishes rows into a mailbox; takes the rows, the mailbox and the slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +51,18 @@ def bare_cases(manifest: Manifest, row_counts: Sequence[int]) -> Iterator[tuple[
     """Yields variants and row counts that together reach every consumer image, as few launches as possible for each."""
     records = {record.name: record for record in manifest.variants}
     for variant in image_variants(manifest):
-        least = 1
-        for choice in records[str(variant)].choices:
-            served = [rows for rows in row_counts if rows >= least and rows <= (choice.max_rows or rows)]
-            for rows in served or [choice.max_rows or least]:
-                yield variant, rows
-            least = (choice.max_rows or 0) + 1
+        for rows in rows_for(records[str(variant)].choices, row_counts):
+            yield variant, rows
+
+
+def rows_for(choices: Sequence[Choice], row_counts: Sequence[int]) -> list[int]:
+    """Returns `row_counts`, and one more for each image of `choices` that they would miss."""
+    found, least = [], 1
+    for choice in choices:
+        served = [rows for rows in row_counts if rows >= least and rows <= (choice.max_rows or rows)]
+        found += served or [choice.max_rows or least]
+        least = (choice.max_rows or 0) + 1
+    return found
 
 
 def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generator, device: torch.device) -> Bare:
@@ -73,7 +86,7 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
         reference.publish(source, slot, normal(rows, hidden))
     prefix, blocks = normal(rows, hidden), normal(rows, nb, hidden)
     norm, query, out_norm = normal(hidden), normal(hidden, scale=hidden**-0.5), normal(hidden)
-    mixture, scal = reference.statistics(blocks, nb, norm, query, _EPS) if variant.stats else (None, None)
+    mixture, scal = reference.statistics(blocks, nb, norm, query, BARE_EPS) if variant.stats else (None, None)
     operands = Operands(
         source=source if slots else source[0],
         prefix=prefix,
@@ -81,8 +94,8 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
         norm=norm,
         query=query,
         out_norm=out_norm,
-        eps=_EPS,
-        out_eps=_EPS,
+        eps=BARE_EPS,
+        out_eps=BARE_EPS,
         mixture=mixture,
         scal=scal,
     )
@@ -104,7 +117,7 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
         scal=empty(capacity, 2, dtype=torch.float32) if variant.stats else None,
     )
     _put(variant, operands, views)
-    case = Case(variant=variant, rows=rows, layout=DENSE, eps=_EPS, out_eps=_EPS, steep=False, start=0)
+    case = Case(variant=variant, rows=rows, layout=DENSE, eps=BARE_EPS, out_eps=BARE_EPS, steep=False, start=0)
     return Bare(case=case, views=views, expected=reference.consume(variant, operands))
 
 
@@ -132,6 +145,46 @@ def check_bare(bare: Bare, consumer: Consumer) -> list[str]:
     if variant.slots and not all(reference.is_armed(slot[:rows].cpu()).all() for slot in views.source):
         problems.append(f"{bare.case}: the mailbox is not armed again")
     return problems
+
+
+def check_statistics(
+    nb: int, rows: int, hidden: int, generator: torch.Generator, device: torch.device, launch: MakeStatistics
+) -> list[str]:
+    """Launches a producer of statistics; returns what is wrong with them."""
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, generator=generator)).to(_BF16)
+
+    norm, query, values = normal(hidden), normal(hidden, scale=hidden**-0.5), normal(rows, nb, hidden)
+    blocks = torch.empty(rows, nb + SPARE_BLOCKS, hidden, dtype=_BF16, device=device)
+    for row in range(rows):
+        blocks[row, :nb].copy_(values[row])
+    mixture = torch.empty(rows + _SPARE_ROWS, hidden, dtype=torch.float32, device=device)
+    scal = torch.empty(rows + _SPARE_ROWS, 2, dtype=torch.float32, device=device)
+    launch(norm.to(device), query.to(device), blocks, mixture, scal)
+    wait(device, f"statistics of {nb} blocks for {rows} rows")
+    expected = reference.statistics(values, nb, norm, query, BARE_EPS)
+    return [
+        f"statistics of {nb} blocks for {rows} rows: {name} is wrong"
+        for name, found, wanted in zip(("mixture", "scal"), (mixture[:rows], scal[:rows]), expected, strict=True)
+        if not torch.allclose(found.cpu(), wanted, rtol=_FP32_TOLERANCE, atol=_FP32_TOLERANCE)
+    ]
+
+
+def check_publish(
+    rows: int, hidden: int, generator: torch.Generator, device: torch.device, launch: PublishRows
+) -> list[str]:
+    """Launches a publisher of rows with many a -0.0; returns what is wrong with what it published."""
+    values = torch.randn(rows, hidden, generator=generator).to(_BF16)
+    values.view(torch.int16)[:, ::3] = reference.NEGATIVE_ZERO
+    source = torch.empty(rows, hidden, dtype=_BF16, device=device)
+    source.copy_(values)
+    mailbox = torch.empty(2, rows + _SPARE_ROWS, hidden, dtype=_BF16, device=device)
+    launch(source, mailbox, 1)
+    wait(device, f"publishing {rows} rows")
+    expected = torch.empty(1, rows, hidden, dtype=_BF16)
+    reference.publish(expected, 0, values)
+    return [] if _same_bits(mailbox[1, :rows].cpu(), expected[0]) else [f"publishing {rows} rows: wrong bits"]
 
 
 def _put(variant: Variant, operands: Operands, views: Views) -> None:

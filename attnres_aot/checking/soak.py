@@ -113,6 +113,7 @@ class Soak:
 
     def record(self, graphs: int, rounds: int) -> None:
         """Captures graphs of `rounds` rounds, an even number, for `run` to replay among its eager rounds."""
+        self._warm_up()
         for _ in range(graphs):
             plan = [self._draw() for _ in range(rounds)]
             pair = []

@@ -6,18 +6,22 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnres_aot import PreparedAttnRes, reference
+from attnres_aot import PreparedAttnRes, PreparedPublish, reference
 from attnres_aot.checking.arena import DENSE
 from attnres_aot.checking.cases import Case, prepare, refill
 from attnres_aot.checking.check import judge
 from attnres_aot.checking.inputs import FAMILIES
+from attnres_aot.checking.ranks import publish_words
 from attnres_aot.checking.soak import Soak
 from attnres_aot.checking.suite import bundle_variants, image_variants, wait
+from attnres_aot.variants import Variant
 
 ROOT = Path(__file__).parents[2]
 ROW_COUNTS = (1, 2, 3, 7, 16, 33, 64)
@@ -40,19 +44,41 @@ def first(variants, condition):
     return next(filter(condition, variants))
 
 
-PAIRS = {
-    "blocks-statistics": (lambda v: not v.stats and not v.key.final, lambda v: v.stats and not v.key.final),
-    "final-few-blocks": (lambda v: not v.stats and v.key.final, lambda v: not v.stats and v.key.nb <= 2),
-}
-"""Conditions on the consumers of the two ranks."""
+@dataclass(frozen=True)
+class Pair:
+    """Which consumers the two ranks run, and what publishes."""
+
+    name: str
+    conditions: tuple[Callable[[Variant], bool], Callable[[Variant], bool]]
+    with_kernel: bool
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+PAIRS = [
+    Pair("blocks-statistics", (lambda v: not (v.stats or v.key.final), lambda v: v.stats and not v.key.final), False),
+    Pair("final-few-blocks", (lambda v: not v.stats and v.key.final, lambda v: not v.stats and v.key.nb <= 2), True),
+]
+
+
+def kernel_publisher(consumer):
+    """Publishes with the bundle's own kernel, one launch for each slot."""
+    prepared = {}
+
+    def publish(mailbox, slots, values) -> None:
+        for slot, rows in zip(range(slots.start, slots.stop), values, strict=True):
+            key = (mailbox.data_ptr(), slot)
+            if key not in prepared:
+                prepared[key] = PreparedPublish(mailbox, slot, consumer.loaded)
+            prepared[key].run(rows)
+
+    return publish
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_ring_soak(slots, pair, request, consumer, banks, seed, full, notes):
     """Two ranks on two streams that only the mailboxes order: 2,000 rounds, or 50,000 with --stress."""
     if slots not in consumer.bundle.manifest.mailbox.slots:
         consumer = request.getfixturevalue("stress_consumer")
-    variants = tuple(first(rings(consumer, slots), condition) for condition in PAIRS[pair])
+    variants = tuple(first(rings(consumer, slots), condition) for condition in pair.conditions)
     consumer.loaded.preload()
 
     def bind(bound):
@@ -64,7 +90,8 @@ def test_ring_soak(slots, pair, request, consumer, banks, seed, full, notes):
         return prepared.bind_ring(bound.mailbox, spin_budget=BUDGET).run_ring
 
     capacity = consumer.bundle.manifest.mailbox.capacity
-    soak = Soak(variants, banks.mild, capacity, bind, row_counts=ROW_COUNTS, seed=seed)
+    publish = kernel_publisher(consumer) if pair.with_kernel else publish_words
+    soak = Soak(variants, banks.mild, capacity, bind, row_counts=ROW_COUNTS, seed=seed, publish=publish)
     soak.record(graphs=4, rounds=16)
     result = soak.run(50_000 if full else 2_000)
     notes.append(

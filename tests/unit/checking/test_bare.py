@@ -7,7 +7,8 @@ import pytest
 import torch
 from simulated_consumer import SimulatedConsumer
 
-from attnres_aot.checking.bare import bare_cases, check_bare, draw_bare
+from attnres_aot import reference
+from attnres_aot.checking.bare import BARE_EPS, bare_cases, check_bare, check_publish, check_statistics, draw_bare
 from attnres_aot.manifest import Choice
 from attnres_aot.variants import parse_variant
 
@@ -75,3 +76,40 @@ def test_images_that_the_row_counts_miss_are_launched_too():
     choices = tuple(Choice(image=f"i{rows}", max_rows=rows) for rows in (2, 4, 8, None))
     cases = [rows for _, rows in bare_cases(manifest_of(["nb1"], choices), (1, 3))]
     assert cases == [1, 3, 8, 9]
+
+
+def make_statistics(norm, query, blocks, mixture, scal, *, spoil=lambda mixture, scal: None) -> None:
+    rows, nb = blocks.shape[0], blocks.shape[1] - 1
+    for to, values in zip((mixture, scal), reference.statistics(blocks, nb, norm, query, BARE_EPS), strict=True):
+        to[:rows].copy_(values)
+    spoil(mixture, scal)
+
+
+SPOILED = {"mixture": lambda mixture, scal: mixture[2, 7].add_(0.01), "scal": lambda mixture, scal: scal[1, 1].add_(1)}
+
+
+def check_made(launch) -> list[str]:
+    return check_statistics(4, 3, HIDDEN, torch.Generator().manual_seed(5), torch.device("cpu"), launch)
+
+
+def test_right_statistics_have_no_problems():
+    assert check_made(make_statistics) == []
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_wrong_statistics_are_found(name):
+    (problem,) = check_made(lambda *operands: make_statistics(*operands, spoil=SPOILED[name]))
+    assert f"{name} is wrong" in problem
+
+
+def check_published(launch) -> list[str]:
+    return check_publish(3, HIDDEN, torch.Generator().manual_seed(5), torch.device("cpu"), launch)
+
+
+def test_right_publishing_has_no_problems():
+    assert check_published(lambda rows, mailbox, slot: reference.publish(mailbox, slot, rows)) == []
+
+
+@pytest.mark.parametrize("slot", [0, 1], ids=["other-slot", "negative-zero-kept"])
+def test_wrong_publishing_is_found(slot):
+    assert check_published(lambda rows, mailbox, _: mailbox[slot, :3].copy_(rows)) != []
