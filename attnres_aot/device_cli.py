@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 
 from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
@@ -81,6 +82,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     command = _MODULES[name]
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; nothing here needs numpy
     try:
         module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:

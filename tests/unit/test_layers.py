@@ -46,6 +46,11 @@ LAYERS = [
     Layer("bundle", HEAVY + BUILD_TOOLS, ("errors", "arch", "abi", "manifest", "variants")),
     Layer("device_cli", HEAVY + BUILD_TOOLS, ("errors",)),
     Layer("runtime.api", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Layer("bench.command", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Layer("tune.command", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Layer("selftest", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Layer("bundle.verify", ("cutlass", "torch", "numpy", "cuda", "click", "yaml", "rich")),
+    Layer("compiler", (*HEAVY, *BUILD_TOOLS), ("errors", "arch", "abi", "variants")),
     Layer("runtime.doctor", ("cutlass", "torch", *BUILD_TOOLS)),
 ]
 
