@@ -25,7 +25,7 @@ _SECONDS = 180.0
 _PACKAGE = Path(attnres_aot.__file__).parent
 _CHILD = Path(__file__).with_name("cold_child.py")
 _RUN_CHILD = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-_IMPORT_ALONE = """
+IMPORT_ALONE = """
 import sys, time
 before = set(sys.modules)
 start = time.perf_counter()
@@ -36,6 +36,7 @@ foreign = sorted(loaded - sys.stdlib_module_names - {"attnres_aot"})
 import json
 print(json.dumps({"ms": took * 1e3, "foreign": foreign}))
 """
+"""A program that says what importing the package costs a bare interpreter."""
 
 
 def measure_cold_start(bundle: Path, device: str, processes: int) -> ColdStart:
@@ -49,7 +50,7 @@ def measure_cold_start(bundle: Path, device: str, processes: int) -> ColdStart:
     Raises:
       DriverError: a process failed; carries the end of what it said.
     """
-    alone = [run_program(["-c", _IMPORT_ALONE]) for _ in range(2 * processes + 1)][1:]
+    alone = [run_program(["-c", IMPORT_ALONE]) for _ in range(2 * processes + 1)][1:]
     child = ["-c", _RUN_CHILD, str(_CHILD), str(bundle), device]
     starts = [run_program(child) for _ in range(processes + 1)][1:]
     return summarise(alone, starts, bytecode=has_bytecode("attnres_aot.runtime.api"))

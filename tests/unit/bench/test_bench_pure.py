@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from bench_bundle import manifest_of
 
+import attnres_aot
 from attnres_aot.bench import show
-from attnres_aot.bench.cold_start import summarise
+from attnres_aot.bench.cold_start import IMPORT_ALONE, run_program, summarise
 from attnres_aot.bench.compare import compare, geometric_mean
 from attnres_aot.bench.host import BARE, FILL, RING, RUN, costs
 from attnres_aot.bench.points import CHAIN, CONSUMER, Selection, Series, default_variants, parse_rows, rows_for, select
@@ -28,7 +30,7 @@ from attnres_aot.bench.results import (
     write_atomically,
 )
 from attnres_aot.bench.traffic import consumer_traffic, copy_traffic, statistics_traffic
-from attnres_aot.errors import UsageError
+from attnres_aot.errors import DriverError, UsageError
 from attnres_aot.variants import parse_variant
 
 K3 = (
@@ -286,3 +288,22 @@ def test_floors_are_shown_per_line() -> None:
     assert "nb1-delta          2       4" in text
     assert "nb1-delta       0.25    2.00" in text
     assert show.floor_lines([], [], 12) == []
+
+
+def test_importing_the_package_alone_is_timed_in_a_fresh_interpreter() -> None:
+    found = run_program(["-c", IMPORT_ALONE])
+    assert 0 < found["ms"] < 10_000
+    assert found["foreign"] == []
+
+
+def test_a_fresh_process_that_fails_shows_its_end() -> None:
+    with pytest.raises(DriverError, match=r"a fresh process failed with status 1:\n(?s:.*)ZeroDivisionError"):
+        run_program(["-c", "1 / 0"])
+
+
+def test_fresh_processes_write_bytecode_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    program = "import json, sys; print(json.dumps({'off': sys.dont_write_bytecode, 'path': sys.path}))"
+    found = run_program(["-c", program])
+    assert found["off"] is False
+    assert str(Path(attnres_aot.__file__).parents[1]) in found["path"]
