@@ -22,6 +22,7 @@ from attnres_aot.checking.loaded import LoadedConsumer
 from attnres_aot.checking.report import Setting
 from attnres_aot.checking.suite import VariantResult, bundle_variants, check_variants, image_variants
 from attnres_aot.errors import UsageError, did_you_mean
+from attnres_aot.row_counts import parse_rows
 from attnres_aot.variants import Variant, parse_variant
 
 
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         variants=tuple(parse_variant(name) for name in args.variant),
         all_variants=args.all_variants,
-        rows=parse_rows(args.rows),
+        rows=parse_rows(args.rows, MAX_ROWS),
         seed=secrets.randbelow(1 << 31) if args.seed is None else args.seed,
     )
     consumer = LoadedConsumer.open(request.bundle, request.device)
@@ -129,20 +130,6 @@ def choose_variants(bundle: Bundle, request: Request) -> list[Variant]:
     if not chosen:
         raise UsageError(f"{bundle.path} has no variants, so there is nothing to check")
     return chosen
-
-
-def parse_rows(text: str) -> tuple[int, ...]:
-    """Parses row counts such as `1,2,16`.
-
-    Raises:
-      UsageError: not numbers, none at all, or one outside 1..MAX_ROWS.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MAX_ROWS for word in words):
-        raise UsageError(
-            f"--rows {text!r}: row counts from 1 to {MAX_ROWS} are wanted, with commas between, e.g. 1,16,64"
-        )
-    return tuple(dict.fromkeys(map(int, words)))
 
 
 def describe(consumer: LoadedConsumer, rows: tuple[int, ...], seed: int, seconds: float) -> Setting:

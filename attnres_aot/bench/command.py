@@ -23,12 +23,13 @@ from attnres_aot.bench.compare import compare
 from attnres_aot.bench.gpu import GpuFacts, gpu_facts
 from attnres_aot.bench.host import measure_host
 from attnres_aot.bench.measure import measure_gpu
-from attnres_aot.bench.points import MAX_ROWS, QUICK_ROWS, Selection, parse_rows
+from attnres_aot.bench.points import MAX_ROWS, QUICK_ROWS, Selection
 from attnres_aot.bench.results import COLD, WARM, Report, Setting, numbers, read_report, report_json, write_atomically
 from attnres_aot.bench.rig import Rig
 from attnres_aot.bench.soak import CudaMachine, soak
 from attnres_aot.bundle import read_manifest_bytes
 from attnres_aot.errors import UsageError
+from attnres_aot.row_counts import parse_rows
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
 
@@ -144,7 +145,7 @@ def read_request(args: argparse.Namespace) -> Request:
     if not 0 <= args.threshold <= 1000:
         raise UsageError(f"--threshold {args.threshold:g}: percent from 0 to 1000 are wanted")
     pdl, l2 = ("on", WARM) if args.quick and (args.pdl, args.l2) == ("both", "both") else (args.pdl, args.l2)
-    rows = parse_rows(args.rows) if args.rows is not None else QUICK_ROWS if args.quick else ()
+    rows = parse_rows(args.rows, MAX_ROWS) if args.rows is not None else QUICK_ROWS if args.quick else ()
     parts = tuple(part for part in PARTS if args.part is None or part in args.part)
     return Request(
         bundle=args.bundle,

@@ -133,17 +133,3 @@ def rows_for(series: Series, selection: Selection, capacity: int) -> tuple[int, 
     if series.work != RING:
         return selection.rows or ROWS
     return tuple(rows for rows in selection.rows or RING_ROWS if rows <= capacity)
-
-
-def parse_rows(text: str) -> tuple[int, ...]:
-    """Parses row counts such as `1,2,16`.
-
-    Raises:
-      UsageError: not numbers, none at all, or one outside 1..MAX_ROWS.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MAX_ROWS for word in words):
-        raise UsageError(
-            f"--rows {text!r}: row counts from 1 to {MAX_ROWS} are wanted, with commas between, e.g. 1,16,64"
-        )
-    return tuple(dict.fromkeys(map(int, words)))

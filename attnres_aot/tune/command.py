@@ -17,11 +17,12 @@ import attnres_aot
 from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us
 from attnres_aot.bench.command import describe
 from attnres_aot.bench.gpu import gpu_facts
-from attnres_aot.bench.points import ROWS, parse_rows
+from attnres_aot.bench.points import MAX_ROWS, ROWS
 from attnres_aot.bench.results import write_atomically
 from attnres_aot.bench.rig import Rig
 from attnres_aot.errors import UsageError
 from attnres_aot.manifest import to_json
+from attnres_aot.row_counts import parse_rows
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.tune import show
@@ -114,7 +115,7 @@ def read_request(args: argparse.Namespace, loaded: LoadedBundle) -> Request:
     if not 0 <= args.margin < 100:
         raise UsageError(f"--margin {args.margin:g}: percent from 0 to below 100 are wanted")
     manifest = loaded.bundle.manifest
-    rows = tuple(sorted(parse_rows(args.rows)))
+    rows = tuple(sorted(parse_rows(args.rows, MAX_ROWS)))
     if rows[-1] > manifest.mailbox.capacity:
         raise UsageError(
             f"--rows {args.rows!r}: the bundle's mailboxes hold {manifest.mailbox.capacity} rows; ask for at most that"

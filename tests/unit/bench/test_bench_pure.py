@@ -14,7 +14,7 @@ from attnres_aot.bench import show
 from attnres_aot.bench.cold_start import IMPORT_ALONE, run_program, summarise
 from attnres_aot.bench.compare import compare, geometric_mean
 from attnres_aot.bench.host import BARE, FILL, RING, RUN, costs
-from attnres_aot.bench.points import CHAIN, CONSUMER, Selection, Series, default_variants, parse_rows, rows_for, select
+from attnres_aot.bench.points import CHAIN, CONSUMER, Selection, Series, default_variants, rows_for, select
 from attnres_aot.bench.points import RING as RING_WORK
 from attnres_aot.bench.results import (
     ColdStart,
@@ -31,6 +31,7 @@ from attnres_aot.bench.results import (
 )
 from attnres_aot.bench.traffic import consumer_traffic, copy_traffic, statistics_traffic
 from attnres_aot.errors import DriverError, UsageError
+from attnres_aot.row_counts import parse_rows
 from attnres_aot.variants import parse_variant
 
 K3 = (
@@ -84,11 +85,11 @@ def test_rows_of_mailboxes_end_at_their_capacity() -> None:
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "x", "-1", "1.5", "4097"])
 def test_wrong_rows(text: str) -> None:
     with pytest.raises(UsageError, match=r"--rows .*: row counts from 1 to 4096"):
-        parse_rows(text)
+        parse_rows(text, 4096)
 
 
 def test_rows_keep_their_order_once() -> None:
-    assert parse_rows("16, 1,16") == (16, 1)
+    assert parse_rows("16, 1,16", 4096) == (16, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
