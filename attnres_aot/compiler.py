@@ -18,10 +18,10 @@ from attnres_aot.arch import Arch
 from attnres_aot.errors import CompileError
 from attnres_aot.variants import ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
 
-THREADS = 128
-"""Threads per CTA."""
-VECTORS = 1
-"""16-byte vectors per thread."""
+NARROW = (128, 1)
+"""Threads per CTA, and 16-byte vectors per thread, where a row should be done soon."""
+WIDE = (64, 2)
+"""The same where the GPU is full and fewer instructions per row count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,11 @@ def prepare_environment(arch: Arch, environ: MutableMapping[str, str] = os.envir
 
 def launch_constants(spec: ImageSpec) -> dict[str, int]:
     """The launch shape that an image of `spec` is compiled with; part of its build key."""
+    threads, vectors = WIDE if isinstance(spec, ConsumerSpec) and spec.wide else NARROW
     return {
         "cluster": spec.cluster,
-        "threads": THREADS,
-        "vectors": VECTORS,
+        "threads": threads,
+        "vectors": vectors,
         "min_ctas_per_sm": _min_ctas_per_sm(spec),
         "rows_per_cluster": 1,
         "smem_dynamic_bytes": 0,
@@ -66,8 +67,10 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
 
 
 def _min_ctas_per_sm(spec: ImageSpec) -> int:
-    """How many CTAs must fit one SM together; a spinning ring consumer then leaves room for others."""
+    """How many CTAs must fit one SM together, so that those of the next grid can start beside them."""
     if isinstance(spec, ConsumerSpec):
+        if spec.wide:
+            return 8
         return 4 if spec.slots > 1 else 5
     return 5 if isinstance(spec, StatisticsSpec) else 8
 

@@ -28,15 +28,15 @@ from attnres_aot.errors import UsageError
 from attnres_aot.settings import Config, Deployment, Model
 from attnres_aot.variants import (
     ConsumerKey,
-    ConsumerSpec,
     ImageSpec,
     Producer,
     PublishSpec,
+    SpecChoice,
     StatisticsSpec,
     Variant,
+    choices_for,
     producer_spec_for,
     producers_for,
-    spec_for,
 )
 
 
@@ -71,8 +71,8 @@ class PlannedVariant:
 
     variant: Variant
     """The variant."""
-    spec: ConsumerSpec
-    """The image that serves it."""
+    choices: tuple[SpecChoice, ...]
+    """The images that serve it, by row count."""
     positions: tuple[Position, ...]
     """Where in the model it is used, in the order of `Position`."""
     deployments: tuple[tuple[int, int], ...]
@@ -174,7 +174,7 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
     variants = tuple(
         PlannedVariant(
             variant=variant,
-            spec=spec_for(variant, config.model.hidden_size),
+            choices=choices_for(variant, config.model.hidden_size),
             positions=tuple(position for position in Position if position in positions[variant]),
             deployments=tuple(sorted(users[variant])),
         )
@@ -183,7 +183,8 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
     )
     names |= {str(producer) for planned in variants for producer in producers_for(planned.variant)}
     producers = tuple(planned for planned in needed if str(planned.producer) in names)
-    images = sorted({planned.spec for planned in variants}, key=lambda spec: spec.sort_key)
+    specs = {choice.spec for planned in variants for choice in planned.choices}
+    images = sorted(specs, key=lambda spec: spec.sort_key)
     return Plan(
         config=config,
         arch=arch,

@@ -16,7 +16,7 @@ Names have one writer (`str`) and one parser (`parse_variant`, `parse_producer`)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnres_aot.errors import UsageError
@@ -29,6 +29,8 @@ MAX_BLOCKS = 8
 """Most saved blocks that one consumer reads."""
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
+NARROW_ROWS = 16
+"""Most rows for which a consumer of saved blocks has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
 
 STATISTICS, PUBLISH = "statistics", "publish"
 """Kernels of producers."""
@@ -124,6 +126,8 @@ class ConsumerSpec:
     """The mixture is rounded to bf16 before the output norm."""
     slots: int
     """0: ordinary source; n: mailbox of n slots."""
+    wide: bool = False
+    """Fewer threads with more elements each, for launches that fill the GPU anyway."""
 
     def __str__(self) -> str:
         parts = [f"h{self.hidden}", "stats" if self.nb is None else f"nb{self.nb}"]
@@ -133,6 +137,8 @@ class ConsumerSpec:
             parts.append("final")
         if self.slots:
             parts.append(f"ring{self.slots}")
+        if self.wide:
+            parts.append("wide")
         return "-".join(parts)
 
     @property
@@ -141,10 +147,10 @@ class ConsumerSpec:
         return self.hidden // ELEMS_PER_CTA
 
     @property
-    def sort_key(self) -> tuple[int, int, int, bool, bool]:
+    def sort_key(self) -> tuple[int, int, int, bool, bool, bool]:
         """Order of images in plans and manifests."""
         nb = MAX_BLOCKS + 1 if self.nb is None else self.nb
-        return (self.hidden, self.slots, nb, self.final, not self.has_delta)
+        return (self.hidden, self.slots, nb, self.final, not self.has_delta, self.wide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,15 +210,33 @@ def producers_for(variant: Variant) -> tuple[Producer, ...]:
     return (*statistics, *((Producer(kernel=PUBLISH),) if variant.slots else ()))
 
 
-def spec_for(variant: Variant, hidden: int) -> ConsumerSpec:
-    """Returns the spec of the image that serves `variant` for rows of `hidden` elements."""
-    return ConsumerSpec(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecChoice:
+    """One of the images that serve a variant, by row count."""
+
+    spec: ConsumerSpec
+    """What the image is compiled from."""
+    max_rows: int | None
+    """Largest row count it serves, or None for no limit."""
+
+
+def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
+    """Returns the images that serve `variant` for rows of `hidden` elements, ascending by row count, the last for any.
+
+    Which shape is faster was measured on an H200, 2026-11-30 (docs/benchmarks.md): without blocks the wide one, at every
+    row count; with blocks the wide one above NARROW_ROWS; with a mailbox or statistics the narrow one.
+    """
+    narrow = ConsumerSpec(
         hidden=hidden,
         nb=None if variant.stats else variant.key.nb,
         has_delta=variant.key.has_delta,
         final=variant.key.final,
         slots=variant.slots,
     )
+    if variant.slots or variant.stats:
+        return (SpecChoice(spec=narrow, max_rows=None),)
+    wide = SpecChoice(spec=replace(narrow, wide=True), max_rows=None)
+    return (wide,) if variant.key.nb == 0 else (SpecChoice(spec=narrow, max_rows=NARROW_ROWS), wide)
 
 
 def parse_variant(name: str) -> Variant:

@@ -115,6 +115,6 @@ def _variant_record(planned: PlannedVariant) -> VariantRecord:
         slots=variant.slots,
         aux=variant.aux,
         stats=variant.stats,
-        choices=(Choice(image=str(planned.spec), max_rows=None),),
+        choices=tuple(Choice(image=str(choice.spec), max_rows=choice.max_rows) for choice in planned.choices),
         deployments=planned.deployments,
     )

@@ -23,11 +23,12 @@ from attnres_aot.variants import (
     MAX_SLOTS,
     STATISTICS,
     ImageSpec,
+    SpecChoice,
+    choices_for,
     parse_producer,
     parse_variant,
     producer_spec_for,
     producers_for,
-    spec_for,
 )
 
 VECTOR_ELEMS = 8
@@ -82,7 +83,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
 
 def _specs(manifest: Manifest) -> Iterator[ImageSpec]:
     for variant in manifest.variants:
-        yield spec_for(variant_of(variant), manifest.model.hidden)
+        yield from (choice.spec for choice in choices_for(variant_of(variant), manifest.model.hidden))
     for producer in manifest.producers:
         yield producer_spec_for(producer_of(producer), manifest.model.hidden)
 
@@ -164,7 +165,7 @@ def _variant_problems(manifest: Manifest) -> Iterator[str]:
         for problem in (
             *_name_problems(record),
             *_geometry_problems(record, manifest),
-            *_fit_problems(record.choices, spec_for(variant_of(record), manifest.model.hidden)),
+            *_fit_problems(record.choices, choices_for(variant_of(record), manifest.model.hidden)),
             *_deployment_problems(record.deployments, tables),
             *_stats_problems(record, tables),
         ):
@@ -195,7 +196,9 @@ def _kind_problems(record: ProducerRecord, manifest: Manifest) -> Iterator[str]:
     blocks = _saved_blocks(manifest)
     if producer.kernel == STATISTICS and not 1 <= (producer.nb or 0) <= min(blocks, MAX_BLOCKS):
         yield f"nb is {producer.nb}; the model has {blocks} saved blocks"
-    yield from _fit_problems(record.choices, producer_spec_for(producer, manifest.model.hidden))
+    spec = producer_spec_for(producer, manifest.model.hidden)
+    if record.choices != (Choice(image=str(spec), max_rows=None),):
+        yield f"its images are {_images(record.choices)}; its code would be {str(spec)!r} for all rows"
 
 
 def _name_problems(record: VariantRecord) -> Iterator[str]:
@@ -222,12 +225,17 @@ def _saved_blocks(manifest: Manifest) -> int:
     return -(-model.layers // model.block_size) if model.block_size > 0 else 0
 
 
-def _fit_problems(choices: Iterable[Choice], spec: ImageSpec) -> Iterator[str]:
-    for choice in choices:
-        if choice.image != str(spec):
-            yield f"image {choice.image!r} is not code for it; that would be {str(spec)!r}"
-        if choice.max_rows is not None and choice.max_rows < 1:
-            yield f"image {choice.image!r}: max_rows is {choice.max_rows}; at least 1 is possible"
+def _fit_problems(choices: tuple[Choice, ...], wanted: Iterable[SpecChoice]) -> Iterator[str]:
+    expected = tuple(Choice(image=str(choice.spec), max_rows=choice.max_rows) for choice in wanted)
+    if choices != expected:
+        yield f"its images are {_images(choices)}; its code would be {_images(expected)}"
+
+
+def _images(choices: Iterable[Choice]) -> str:
+    return ", ".join(
+        repr(choice.image) + (" for all rows" if choice.max_rows is None else f" up to {choice.max_rows} rows")
+        for choice in choices
+    )
 
 
 def _deployment_problems(

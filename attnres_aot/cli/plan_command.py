@@ -116,7 +116,7 @@ def _as_json(shown: Plan) -> dict[str, Any]:
                 "slots": each.variant.slots,
                 "aux": each.variant.aux,
                 "stats": each.variant.stats,
-                "image": str(each.spec),
+                "images": [{"name": str(choice.spec), "max_rows": choice.max_rows} for choice in each.choices],
                 "positions": [position.value for position in each.positions],
                 "deployments": to_json(each.deployments),
             }

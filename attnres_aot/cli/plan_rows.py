@@ -70,7 +70,7 @@ def sources(plan: Plan) -> list[Source]:
         Source(
             slots=slots,
             variants=len(members),
-            images=len({member.spec for member in members}),
+            images=len({choice.spec for member in members for choice in member.choices}),
             deployments=tuple(sorted({pair for member in members for pair in member.deployments})),
             rows=tuple(_rows(members)),
         )
@@ -117,7 +117,7 @@ def _row(kind: _Kind, nbs: list[int], members: list[PlannedVariant]) -> Row:
         aux=options.count((True, False)),
         stats=options.count((False, True)),
         aux_stats=options.count((True, True)),
-        images=len({member.spec for member in members}),
+        images=len({choice.spec for member in members for choice in member.choices}),
         deployments=kind.deployments,
     )
 

@@ -53,6 +53,7 @@ SPILL = many_values(120)
 
 KERNELS = {
     "consumer": entry("consumer", CONSUMER_PARAMS, SHARED),
+    "consumer64": entry("consumer64", CONSUMER_PARAMS, SHARED, ".reqntid 64, 1, 1"),
     "statistics": entry("statistics", STATISTICS_PARAMS, SHARED),
     "publish": entry("publish", PUBLISH_PARAMS, COPY),
     "wide": entry("wide", CONSUMER_PARAMS, many_values(24)),
@@ -67,7 +68,7 @@ KERNELS = {
 }
 
 
-BUNDLED = {"consumer", "statistics", "publish"}
+BUNDLED = {"consumer", "consumer64", "statistics", "publish"}
 """Kernels that test bundles of every arch are made of."""
 
 

@@ -25,8 +25,8 @@ def show(capsys, *arguments):
 
 def test_table_counts_variants_and_images_and_says_for_whom(capsys):
     lines = show(capsys, "--arch", "sm_100").splitlines()
-    assert lines[0] == "kimi_k3: 386 variants and 9 producers served by 90 images, for each arch"
-    assert "ordinary source: 98 variants, 21 images, for every (tp, dcp)" in lines
+    assert lines[0] == "kimi_k3: 386 variants and 9 producers served by 107 images, for each arch"
+    assert "ordinary source: 98 variants, 38 images, for every (tp, dcp)" in lines
     assert "mailbox of 8 slots: 96 variants, 20 images, for (8,1) (8,8)" in lines
     assert "producers: 9 images, one each" in lines
     assert "  statistics of 1-8 saved blocks" in lines
@@ -61,7 +61,8 @@ def test_json_names_every_variant_and_image(capsys):
     assert [each["bundle"] for each in shown["plans"]] == ["kimi_k3-sm_100", "kimi_k3-sm_90"]
     first = shown["plans"][0]
     assert first["counts"] == {name: len(first[name]) for name in ("variants", "producers", "images")}
-    served = {each["image"] for each in (*first["variants"], *first["producers"])}
+    served = {image["name"] for each in first["variants"] for image in each["images"]}
+    served |= {each["image"] for each in first["producers"]}
     assert served == {each["name"] for each in first["images"]}
     assert first["producers"][0] == {
         "name": "statistics-nb1",
@@ -79,7 +80,7 @@ def test_json_names_every_variant_and_image(capsys):
         "slots": 0,
         "aux": False,
         "stats": False,
-        "image": "h7168-nb0",
+        "images": [{"name": "h7168-nb0-wide", "max_rows": None}],
         "positions": ["before attention"],
         "deployments": [[8, 1], [8, 8], [16, 1], [16, 16]],
     }

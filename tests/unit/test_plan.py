@@ -35,12 +35,12 @@ def names(config, **selection):
     return [str(each.variant) for each in plan(config, SM_100, selection=Selection(**selection)).variants]
 
 
-def test_kimi_k3_needs_25_keys_and_90_images():
+def test_kimi_k3_needs_25_keys_and_107_images():
     made = plan(K3, SM_100)
     assert len({each.variant.key for each in made.variants}) == 25
-    assert Counter(spec.kernel for spec in made.images) == {"consumer": 81, "statistics": 8, "publish": 1}
+    assert Counter(spec.kernel for spec in made.images) == {"consumer": 98, "statistics": 8, "publish": 1}
     assert Counter((spec.slots, spec.nb is None) for spec in made.images if spec.kernel == "consumer") == {
-        (0, False): 18,
+        (0, False): 18 + 17,
         (1, False): 17,
         (8, False): 17,
         (16, False): 17,
@@ -51,6 +51,16 @@ def test_kimi_k3_needs_25_keys_and_90_images():
     }
     assert made.slots == (1, 8, 16)
     assert made.bundle_name == "kimi_k3-sm_100"
+
+
+def test_a_second_shape_serves_many_rows_of_ordinary_consumers_with_blocks():
+    choices = {
+        str(each.variant): [(str(c.spec), c.max_rows) for c in each.choices] for each in plan(K3, SM_100).variants
+    }
+    assert choices["nb0-write0"] == [("h7168-nb0-wide", None)]
+    assert choices["nb8-delta-final"] == [("h7168-nb8-delta-final", 16), ("h7168-nb8-delta-final-wide", None)]
+    assert choices["nb8-delta-ring8"] == [("h7168-nb8-delta-ring8", None)]
+    assert choices["nb8-delta-stats"] == [("h7168-stats-delta", None)]
 
 
 def test_kimi_k3_keys_are_those_of_the_contract():
@@ -131,7 +141,7 @@ def test_statistics_are_built_where_rows_and_blocks_are_on():
     stats = [each for each in made.variants if each.variant.stats]
     assert {each.variant.key.nb for each in stats} == {2}
     assert {each.deployments for each in stats} == {((4, 1),)}
-    assert {each.spec.nb for each in stats} == {None}
+    assert {choice.spec.nb for each in stats for choice in each.choices} == {None}
 
 
 def test_layer_zero_never_takes_statistics():
@@ -171,7 +181,9 @@ def test_variants_are_ordered_and_images_serve_them():
     made = plan(K3, SM_100)
     assert sorted(made.variants, key=lambda each: each.variant.sort_key) == list(made.variants)
     assert len({each.variant for each in made.variants}) == len(made.variants) == 386
-    assert {each.spec for each in (*made.variants, *made.producers)} == set(made.images)
+    served = {choice.spec for each in made.variants for choice in each.choices}
+    assert served | {each.spec for each in made.producers} == set(made.images)
+    assert all(each.choices[-1].max_rows is None for each in made.variants)
     assert all(parse_variant(str(each.variant)) == each.variant for each in made.variants)
 
 

@@ -84,10 +84,11 @@ def make_bundle(tmp_path, cubin) -> Callable[..., MadeBundle]:
         )
         records, files = [], {}
         for wanted in wanted_images(shown, facts):
+            threads = wanted.launch["threads"]
             image = FinishedImage(
                 key=wanted.key,
-                cubin=cubin(wanted.kernel, arch),
-                block_threads=128,
+                cubin=cubin(wanted.kernel if threads == 128 else f"{wanted.kernel}{threads}", arch),
+                block_threads=threads,
                 smem_dynamic_bytes=0,
                 rows_per_cluster=1,
                 pdl=True,

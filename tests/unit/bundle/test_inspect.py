@@ -48,11 +48,11 @@ def no_packages(monkeypatch):
 def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
-    assert "22 variants and 2 producers in 12 images of 78,400 bytes" in out
-    assert "12 images: all with spills 0, CTAs 2, threads 128, rows 1" in out
+    assert "22 variants and 2 producers in 14 images of 91,792 bytes" in out
+    assert "14 images: all with spills 0, CTAs 2, rows 1" in out
     assert "rows 1-8:1, saved blocks 2:1 for (tp,dcp) (2,2)" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["h2048-nb1-delta", "8", "40", "6,696", "4"] in lines
+    assert ["h2048-nb1-delta", "8", "40", "128", "6,696", "4"] in lines
     assert ["statistics", "2", "(2,2)", "1", "8"] in lines
     assert ["publish", "-", "(2,1)", "(2,2)", "1", "8"] in lines
     assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
@@ -61,8 +61,8 @@ def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
 def test_what_differs_among_images_gets_a_column(bundle, capsys):
     bundle.edit(lambda raw: raw["images"][1].update(spill_bytes=16))
     lines = [line.split() for line in run(capsys, bundle.path).splitlines()]
-    assert ["image", "registers", "spills", "smem", "bytes", "serves"] in lines
-    assert ["h2048-nb1-delta", "8", "16", "40", "6,696", "4"] in lines
+    assert ["image", "registers", "spills", "smem", "threads", "bytes", "serves"] in lines
+    assert ["h2048-nb1-delta", "8", "16", "40", "128", "6,696", "4"] in lines
 
 
 def test_statistics_have_a_row_of_their_own_where_fewer_deployments_need_them(bundle, capsys):
@@ -101,7 +101,7 @@ def test_one_variant_in_full(bundle, capsys):
 
 
 def test_one_image_in_full_for_programs(bundle, capsys):
-    shown = json.loads(run(capsys, bundle.path, "--image", "h2048-nb0", "--json"))
+    shown = json.loads(run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--json"))
     (image,) = shown["images"]
     assert image["record"] == bundle.read()["images"][0]
     assert image["params"] == bundle.read()["abis"]["consumer"]
@@ -120,19 +120,19 @@ def test_json_holds_the_whole_manifest(bundle, capsys):
     shown = json.loads(run(capsys, bundle.path, "--json"))
     assert shown["manifest"] == bundle.read()
     assert shown["gpus"] == {"arch": "sm_100", "rule": "compute capability 10.0 and later 10.x"}
-    assert shown["counts"] == {"images": 12, "variants": 22, "producers": 2, "bytes": 78400}
+    assert shown["counts"] == {"images": 14, "variants": 22, "producers": 2, "bytes": 91792}
 
 
 def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
     message = refused(capsys, 1, bundle.path, "--variant", "nb1-delta-write2")
     assert "no variant 'nb1-delta-write2' among the 22 of" in message
     assert "nearest: nb1-delta-write1," in message
-    assert "no image 'x' among the 12" in refused(capsys, 1, bundle.path, "--image", "x")
+    assert "no image 'x' among the 14" in refused(capsys, 1, bundle.path, "--image", "x")
 
 
 def test_a_damaged_image_is_not_shown(bundle, capsys):
     bundle.image_path().write_bytes(b"x")
-    assert "1 bytes, but the manifest says 6696" in refused(capsys, 1, bundle.path, "--image", "h2048-nb0")
+    assert "1 bytes, but the manifest says 6696" in refused(capsys, 1, bundle.path, "--image", "h2048-nb0-wide")
 
 
 def test_misuse(make_bundle, capsys):
@@ -142,21 +142,21 @@ def test_misuse(make_bundle, capsys):
     )
     assert "add --image NAME or --variant NAME" in refused(capsys, 2, bundle.path, "--sass")
     make_bundle("sm_90")
-    message = refused(capsys, 2, bundle.path.parent, "--image", "h2048-nb0")
+    message = refused(capsys, 2, bundle.path.parent, "--image", "h2048-nb0-wide")
     assert "holds several bundles; choose one of tiny-sm_100, tiny-sm_90" in message
     assert "there is no such folder" in refused(capsys, 1, bundle.path / "nowhere")
 
 
 def test_sass_is_what_the_disassembler_prints(bundle, capsys, tool, monkeypatch):
     monkeypatch.setenv("PATH", f"{tool}{os.pathsep}{os.environ['PATH']}")
-    assert run(capsys, bundle.path, "--image", "h2048-nb0", "--sass").endswith("--print-code 6696 bytes\n\n")
+    assert run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--sass").endswith("--print-code 6696 bytes\n\n")
     shown = json.loads(run(capsys, bundle.path, "--variant", "nb0-write0", "--sass", "--json"))
     assert shown["images"][0]["sass"] == "--print-code 6696 bytes\n"
 
 
 def test_without_a_disassembler_the_package_to_install_is_named(bundle, capsys, monkeypatch, no_packages):
     monkeypatch.setenv("PATH", str(bundle.path))
-    message = refused(capsys, 1, bundle.path, "--image", "h2048-nb0", "--sass")
+    message = refused(capsys, 1, bundle.path, "--image", "h2048-nb0-wide", "--sass")
     assert "neither nvdisasm nor cuobjdump is on PATH" in message
     assert "pip install nvidia-cuda-nvdisasm" in message
 

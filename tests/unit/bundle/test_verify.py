@@ -43,7 +43,7 @@ def other_image(raw: dict[str, Any]) -> None:
 
 
 def swap_files(raw: dict[str, Any]) -> None:
-    first, second = raw["images"][:2]
+    first, second = [image for image in raw["images"] if image["block_threads"] == 128][:2]
     first["file"], second["file"] = second["file"], first["file"]
 
 
@@ -103,7 +103,7 @@ LIES = [
         change=lambda raw: raw["variants"].__delitem__(slice(2)),
         message="no variant or producer uses it",
     ),
-    Lie(name="images swapped", change=other_image, message="is not code for it; that would be 'h2048-nb0'"),
+    Lie(name="images swapped", change=other_image, message="its code would be 'h2048-nb0-wide' for all rows"),
     Lie(name="schema", change=lambda raw: raw.update(schema=2), message="manifest schema 2"),
     Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
     Lie(name="bundle name", change=lambda raw: raw.update(name="a/b"), message="'a/b' is not a safe file name"),
@@ -113,7 +113,9 @@ LIES = [
     Lie(name="config digest", change=lambda raw: raw.update(config_sha256="x"), message="config_sha256 'x'"),
     Lie(name="toolchain", change=lambda raw: raw["toolchain"].update(assembler="13"), message="build_key is not that"),
     Lie(name="no toolchain", change=lambda raw: raw.update(toolchain={}), message="toolchain: empty"),
-    Lie(name="hidden", change=lambda raw: raw["model"].update(hidden=1024), message="that would be 'h1024-nb0'"),
+    Lie(
+        name="hidden", change=lambda raw: raw["model"].update(hidden=1024), message="its code would be 'h1024-nb0-wide'"
+    ),
     Lie(name="layers", change=lambda raw: raw["model"].update(layers=2), message="the model has 1 saved blocks"),
     Lie(name="no block size", change=lambda raw: raw["model"].update(block_size=0), message="model.block_size is 0"),
     Lie(name="capacity", change=lambda raw: raw["mailbox"].update(capacity=4), message="is outside of 1..4"),
@@ -135,7 +137,7 @@ LIES = [
     Lie(name="variant choices", change=variant(0, choices=[]), message="row limits [] are not ascending"),
     Lie(
         name="variant closed end",
-        change=variant(0, choices=[{"image": "h2048-nb0", "max_rows": 8}]),
+        change=variant(0, choices=[{"image": "h2048-nb0-wide", "max_rows": 8}]),
         message="row limits [8] are not ascending with an open end",
     ),
     Lie(name="variant needed by none", change=variant(0, deployments=[]), message="no deployment needs it"),
@@ -189,7 +191,7 @@ def test_every_field_of_an_image_record_is_among_the_lies(bundle):
 
 
 def test_swapped_files_with_the_same_bytes_are_still_the_same_bundle(bundle):
-    """Both images of this bundle are one binary, so a swap of names alone breaks nothing."""
+    """Two images of this bundle are one binary, so a swap of their names alone breaks nothing."""
     bundle.edit(swap_files)
     assert verify_bundle(bundle.path).ok
 
@@ -310,7 +312,7 @@ def test_all_problems_are_reported_together(bundle):
 def test_the_command_says_ok_and_for_which_gpus(bundle, capsys):
     assert main(["verify", str(bundle.path)]) == 0
     assert capsys.readouterr().out == (
-        f"{bundle.path}: OK: 12 images of 78,400 bytes, 22 variants, 2 producers, "
+        f"{bundle.path}: OK: 14 images of 91,792 bytes, 22 variants, 2 producers, "
         "sm_100 (for compute capability 10.0 and later 10.x)\n"
     )
 
@@ -331,7 +333,7 @@ def test_the_command_speaks_json(bundle, capsys):
     (bundle.path / "extra").touch()
     assert main(["verify", "--json", str(bundle.path)]) == 1
     (report,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (report["ok"], report["images"], report["arch"]) == (False, 12, "sm_100")
+    assert (report["ok"], report["images"], report["arch"]) == (False, 14, "sm_100")
     assert report["problems"] == ["file 'extra' is not in the manifest"]
 
 

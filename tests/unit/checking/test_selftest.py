@@ -24,7 +24,7 @@ from attnres_aot.manifest import (
     VariantRecord,
     dump_manifest,
 )  # fmt: skip
-from attnres_aot.variants import parse_variant, spec_for
+from attnres_aot.variants import choices_for, parse_variant
 
 HIDDEN = 1024
 NAMES = ["nb0-write0", "nb1-delta", "nb1-delta-aux", "nb1-delta-write1-aux", "nb1-delta-ring8", "nb1-delta-stats"]
@@ -32,7 +32,7 @@ NAMES = ["nb0-write0", "nb1-delta", "nb1-delta-aux", "nb1-delta-write1-aux", "nb
 
 def manifest_of(names: list[str]) -> Manifest:
     variants = [parse_variant(name) for name in names]
-    images = dict.fromkeys(str(spec_for(variant, HIDDEN)) for variant in variants)
+    images = dict.fromkeys(str(choices_for(variant, HIDDEN)[0].spec) for variant in variants)
     return Manifest(
         schema=1, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="", sources_sha256="",
         toolchain={}, model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
@@ -49,7 +49,7 @@ def manifest_of(names: list[str]) -> Manifest:
             VariantRecord(
                 name=str(v), nb=v.key.nb, has_delta=v.key.has_delta, write=v.key.write, final=v.key.final,
                 slots=v.slots, aux=v.aux, stats=v.stats, deployments=(),
-                choices=(Choice(image=str(spec_for(v, HIDDEN)), max_rows=None),),
+                choices=(Choice(image=str(choices_for(v, HIDDEN)[0].spec), max_rows=None),),
             )
             for v in variants
         ),
@@ -175,7 +175,7 @@ def test_a_run_that_was_cut_short_fails(install, capsys):
 def test_every_image_is_reached_by_the_fullest_variants():
     manifest = manifest_of(NAMES)
     chosen = image_variants(manifest)
-    assert {str(spec_for(v, HIDDEN)) for v in chosen} == {image.name for image in manifest.images}
+    assert {str(choices_for(v, HIDDEN)[0].spec) for v in chosen} == {image.name for image in manifest.images}
     assert "nb1-delta-write1-aux" in map(str, chosen)
     assert len(bundle_variants(manifest)) == len(NAMES)
 

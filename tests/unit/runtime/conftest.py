@@ -35,10 +35,10 @@ from attnres_aot.variants import (
     ConsumerKey,
     Producer,
     Variant,
+    choices_for,
     parse_producer,
     parse_variant,
     producer_spec_for,
-    spec_for,
 )
 
 HIDDEN = 1024
@@ -158,7 +158,7 @@ class BundleMaker:
         path = self.folder / f"{name}-{arch}"
         path.mkdir()
         parsed, made = [parse_variant(text) for text in variants], [parse_producer(text) for text in producers]
-        specs = {str(spec_for(variant, HIDDEN)): "consumer" for variant in parsed}
+        specs = {str(choices_for(variant, HIDDEN)[0].spec): "consumer" for variant in parsed}
         specs |= {str(producer_spec_for(producer, HIDDEN)): producer.kernel for producer in made}
         images = []
         for index, (spec_name, kernel) in enumerate(specs.items()):
@@ -220,7 +220,7 @@ def record_of(variant: Variant) -> VariantRecord:
         slots=variant.slots,
         aux=variant.aux,
         stats=variant.stats,
-        choices=(Choice(image=str(spec_for(variant, HIDDEN)), max_rows=None),),
+        choices=(Choice(image=str(choices_for(variant, HIDDEN)[0].spec), max_rows=None),),
         deployments=((8, 1),) if variant.slots != 16 else ((16, 16),),
     )
 

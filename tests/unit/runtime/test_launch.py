@@ -11,7 +11,7 @@ import attnres_aot
 from attnres_aot.errors import OperandError
 from attnres_aot.manifest import Choice
 from attnres_aot.runtime import api
-from attnres_aot.variants import ConsumerKey, spec_for
+from attnres_aot.variants import ConsumerKey, choices_for
 
 HIDDEN = 1024
 VECTORS = HIDDEN // 8
@@ -34,7 +34,7 @@ def mailbox():
 
 def symbol(bundle, variant):
     """The symbol of the image that serves a variant."""
-    name = str(spec_for(attnres_aot.parse_variant(variant), HIDDEN))
+    name = str(choices_for(attnres_aot.parse_variant(variant), HIDDEN)[0].spec)
     return next(image.symbol for image in bundle.bundle.manifest.images if image.name == name).encode()
 
 
