@@ -223,8 +223,8 @@ class SpecChoice:
 def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
     """Returns the images that serve `variant` for rows of `hidden` elements, ascending by row count, the last for any.
 
-    Which shape is faster was measured on an H200, 2026-11-30 (docs/benchmarks.md): without blocks the wide one, at every
-    row count; with blocks the wide one above NARROW_ROWS; with a mailbox or statistics the narrow one.
+    Measured on an H200, 2026-11-30 (docs/benchmarks.md): the wide shape is faster without blocks, and with blocks above
+    NARROW_ROWS; with a mailbox or statistics the narrow one is.
     """
     narrow = ConsumerSpec(
         hidden=hidden,
