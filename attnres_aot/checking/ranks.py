@@ -69,7 +69,8 @@ class Material:
         """Returns what a round of `variant` reads."""
         bank, mixture, scal = self.bank, None, None
         if variant.stats:
-            mixture, scal = reference.statistics(self.blocks, variant.key.nb, bank.norm, bank.query, _EPS)
+            made = reference.statistics(self.blocks, variant.key.nb, bank.norm, bank.query, _EPS)
+            mixture, scal = (each.contiguous() for each in made)
         return Operands(
             source=self.values[content],
             prefix=self.prefixes[content, :rows],

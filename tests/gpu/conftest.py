@@ -24,6 +24,8 @@ from attnres_aot.checking.suite import DeviceLostError, bundle_variants
 from attnres_aot.errors import AttnResError, BundleError
 from attnres_aot.variants import Variant
 
+# Streams that wait for each other must not share a hardware queue; CUDA reads this when it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 SEED_VARIABLE = "ATTNRES_AOT_SEED"
 NOTES = pytest.StashKey[list[str]]()
 
