@@ -92,6 +92,7 @@ class _Memory:
         if mailbox["slots"]:
             self.mailbox = ones(mailbox["slots"][-1], mailbox["capacity"], hidden)
             self.mailbox.view(torch.int32).fill_(_ARMED_WORD)
+        self.aux = any(variant["aux"] for variant in manifest["variants"])
         capacity = max(1, mailbox["capacity"])
         self.statistics = ones(capacity, hidden, dtype=torch.float32), ones(capacity, 2, dtype=torch.float32)
         tables = sorted(manifest["tables"], key=lambda table: not table["attn_stats"])
@@ -107,7 +108,9 @@ def _bind_all(prepared_class: Any, bundle: Any, memory: _Memory) -> list[Any]:
         blocks = bundle.statistics_blocks(*memory.deployment)
     consumers = []
     for index, layer in enumerate([*memory.layers, memory.backbone]):
-        prepared = prepared_class.for_target(layer, final=layer is memory.backbone, bundle=bundle).bind_aux()
+        prepared = prepared_class.for_target(layer, final=layer is memory.backbone, bundle=bundle)
+        if memory.aux:
+            prepared.bind_aux()
         if memory.mailbox is not None and index >= memory.first_ring_layer:
             prepared.bind_ring(memory.mailbox)
         if rows and prepared.key.nb in blocks:

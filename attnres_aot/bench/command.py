@@ -19,7 +19,7 @@ import torch
 from attnres_aot.bench import show
 from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us, host_times_us
 from attnres_aot.bench.cold_start import measure_cold_start
-from attnres_aot.bench.compare import compare
+from attnres_aot.bench.compare import compare, comparison_json
 from attnres_aot.bench.gpu import GpuFacts, gpu_facts
 from attnres_aot.bench.host import measure_host
 from attnres_aot.bench.measure import measure_gpu
@@ -62,8 +62,8 @@ class Request:
     """Launches of a soak; 0: none."""
     save: Path | None
     """Where the result is written as JSON."""
-    compare: Path | None
-    """A saved result to compare with."""
+    compare: tuple[Path, ...]
+    """Saved results to compare with."""
     threshold: float
     """By how much a ratio may exceed 1."""
 
@@ -99,7 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="also launch N times from 8 threads")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the result to FILE, as JSON")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to a result saved before")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show ratios to a result saved before; may be repeated",
+    )
+    parser.add_argument("--load", type=Path, metavar="FILE", help="measure nothing: compare the result saved in FILE")
     parser.add_argument(
         "--threshold", type=float, default=5.0, metavar="PERCENT", help="what counts as slower (default: %(default)s)"
     )
@@ -109,29 +117,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command: 1 if the soak found a problem or a compared number has become slower, else 0."""
     request = read_request(args)
-    old = None if request.compare is None else numbers(read_report(request.compare), str(request.compare))
     echo: Echo = _silent if args.json else args.echo
-    loaded = load(request.bundle, request.device)
-    report = measure(loaded, request, echo)
-    result = report_json(report)
-    if request.save is not None:
-        write_atomically(request.save, json.dumps(result, indent=1) + "\n")
-    failed = report.soak is not None and bool(report.soak.problems)
-    if old is not None:
-        found = compare(numbers(result, "this run"), old, request.threshold)
-        _show(echo, show.comparison_lines(found, str(request.compare), request.threshold))
-        result["comparison"] = {
-            "old": str(request.compare),
-            "groups": {
-                group.name: {"points": len(group.ratios), "mean": group.mean, "not_slower": group.not_slower}
-                for group in found.groups
-            },
-            "slower": [{**ratio.key._asdict(), "ratio": ratio.ratio} for ratio in found.slower],
-        }
-        failed = failed or bool(found.slower)
+    old = {str(path): numbers(read_report(path), str(path)) for path in request.compare}
+    if args.load is not None:
+        result = read_report(args.load)
+    else:
+        result = report_json(measure(load(request.bundle, request.device), request, echo))
+        if request.save is not None:
+            write_atomically(request.save, json.dumps(result, indent=1) + "\n")
+    new = numbers(result, str(args.load or "this run"))
+    found = {name: compare(new, then, request.threshold) for name, then in old.items()}
+    for name, comparison in found.items():
+        _show(echo, show.comparison_lines(comparison, name, request.threshold))
     if args.json:
-        args.echo(json.dumps(result, indent=1))
-    return 1 if failed else 0
+        comparisons = {name: comparison_json(comparison) for name, comparison in found.items()}
+        args.echo(json.dumps({**result, "comparisons": comparisons}, indent=1))
+    slower = any(comparison.slower for comparison in found.values())
+    return 1 if slower or (result.get("soak") or {}).get("problems") else 0
 
 
 def read_request(args: argparse.Namespace) -> Request:
@@ -144,6 +146,8 @@ def read_request(args: argparse.Namespace) -> Request:
         raise UsageError(f"--soak {args.soak}: a number of launches from 0 to {_MAX_SOAK} is wanted")
     if not 0 <= args.threshold <= 1000:
         raise UsageError(f"--threshold {args.threshold:g}: percent from 0 to 1000 are wanted")
+    if args.load is not None and not args.compare:
+        raise UsageError("--load measures nothing, so there must be something to compare with: add --compare FILE")
     pdl, l2 = ("on", WARM) if args.quick and (args.pdl, args.l2) == ("both", "both") else (args.pdl, args.l2)
     rows = parse_rows(args.rows, MAX_ROWS) if args.rows is not None else QUICK_ROWS if args.quick else ()
     parts = tuple(part for part in PARTS if args.part is None or part in args.part)
@@ -156,7 +160,7 @@ def read_request(args: argparse.Namespace) -> Request:
         processes=1 if args.quick else 3,
         soak=args.soak,
         save=args.save,
-        compare=args.compare,
+        compare=tuple(args.compare),
         threshold=args.threshold / 100,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from attnres_aot.bench.results import Key
 
@@ -81,6 +82,19 @@ def compare(new: Mapping[Key, float], old: Mapping[Key, float], threshold: float
         only_new=len(new) - len(every),
         only_old=len(old) - len(every),
     )
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns a comparison as plain JSON data."""
+    return {
+        "groups": [
+            {"name": group.name, "points": len(group.ratios), "mean": group.mean, "not_slower": group.not_slower}
+            for group in comparison.groups
+        ],
+        "slower": [{**ratio.key._asdict(), "ratio": ratio.ratio} for ratio in comparison.slower],
+        "only_new": comparison.only_new,
+        "only_old": comparison.only_old,
+    }
 
 
 def group_name(key: Key) -> str:

@@ -91,7 +91,7 @@ def memset_fill(rig: Rig) -> Fill:
     def fill(mailbox: torch.Tensor) -> Call:
         slots, _, hidden = mailbox.shape
         row, pitch = ctypes.c_size_t(hidden // 2), ctypes.c_size_t(mailbox.stride(0) * 2)
-        return partial(
+        call: Callable[[], int] = partial(
             driver.lib.cuMemsetD2D32Async,
             ctypes.c_uint64(mailbox.data_ptr()),
             pitch,
@@ -100,6 +100,8 @@ def memset_fill(rig: Rig) -> Fill:
             ctypes.c_size_t(slots),
             ctypes.c_void_p(device.stream(device.ordinal)),
         )
+        driver.check(call(), "fill a mailbox")  # once, for the timed calls are not checked
+        return call
 
     return fill
 

@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--config", type=Path, help="configuration to put the tables into (default: the shipped one)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration with measured tables to FILE")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write every measured time to FILE, as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON only")
 
 
@@ -101,8 +102,11 @@ def run(args: argparse.Namespace) -> int:
         checked = check_config(text, written, decisions, str(request.config))
         write_atomically(request.out, written)
         echo(f"\nwrote {request.out}" + ("" if checked else "; not read back, as PyYAML is not installed here"))
+    data = json.dumps(to_data(cells, decisions, shapes, setting, request), indent=1)
+    if args.save is not None:
+        write_atomically(args.save, data + "\n")
     if args.json:
-        args.echo(json.dumps(to_data(cells, decisions, shapes, setting, request), indent=1))
+        args.echo(data)
     return 0
 
 

@@ -308,3 +308,16 @@ def test_fresh_processes_write_bytecode_whatever_the_environment_says(monkeypatc
     found = run_program(["-c", program])
     assert found["off"] is False
     assert str(Path(attnres_aot.__file__).parents[1]) in found["path"]
+
+
+PEERS = sorted((Path(__file__).parents[3] / "docs" / "peers").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PEERS, ids=lambda path: path.stem)
+def test_published_numbers_are_of_default_points(path: Path) -> None:
+    """Every number of a peer is one that a run measures, so that comparing with it leaves none out."""
+    found = numbers(read_report(path), str(path))
+    lines = select(manifest_of(K3), ALL)
+    measured = {(line.work, str(line.variant), rows) for line in lines for rows in rows_for(line, ALL, 64)}
+    assert {(key.work, key.variant, key.rows) for key in found} <= measured
+    assert all(key.pdl and key.l2 == "warm" and us > 0 for key, us in found.items())

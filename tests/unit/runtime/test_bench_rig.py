@@ -277,6 +277,9 @@ class TestCommand:
         assert "SLOWER consumer nb2-delta" in capsys.readouterr().out
         timer.calls.clear()
         assert self.bench(bundle, "--compare", str(old), "--threshold", "150") == 0
+        capsys.readouterr()
+        assert self.bench(bundle, "--load", str(old), "--compare", str(old), "--json") == 0
+        assert [found["slower"] for found in json.loads(capsys.readouterr().out)["comparisons"].values()] == [[]]
 
     def test_json_is_all_that_is_printed(
         self, bundle: LoadedBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -293,6 +296,7 @@ class TestCommand:
             (("--threshold", "-5"), "--threshold -5: percent"),
             (("--variants", "nb9*"), "--variants 'nb9*' matches none"),
             (("--compare", "gone.json"), "gone.json: cannot be read"),
+            (("--load", "gone.json"), "add --compare FILE"),
         ):
             assert self.bench(bundle, *arguments) == 2
             assert text in capsys.readouterr().err
