@@ -17,7 +17,7 @@ INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test check format test-gpu stress-gpu clean
+.PHONY: help build plan test check format test-gpu stress-gpu measure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -48,6 +48,9 @@ test-gpu: ## check every variant of BUNDLE on this machine's GPU with GPU_PYTHON
 
 stress-gpu: ## the stress tests on a GPU with full counts; see docs/stress.md
 	ATTNRES_AOT_BUNDLE="$(BUNDLE)" $(GPU_PYTHON) -m pytest tests/gpu/test_stress.py --stress $(PYTEST_FLAGS)
+
+measure: ## measure BUNDLE on this machine's GPU into the folder results; see docs/benchmarks.md
+	GPU_PYTHON="$(GPU_PYTHON)" scripts/measure.sh "$(BUNDLE)" results
 
 clean: ## remove virtual environments, caches and built bundles
 	rm -rf $(BUILD_VENV) $(TEST_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
