@@ -259,7 +259,10 @@ def _decode(cls: type[_T], raw: dict[str, Any], where: str) -> _T:
     if len(raw) != len(scalars) + len(others) or not (raw.keys() >= scalars.keys() and raw.keys() >= others.keys()):
         known = scalars.keys() | others.keys()
         missing, unknown = sorted(known - raw.keys()), sorted(raw.keys() - known)
-        raise BundleError(f"{where}: manifest fields missing: {missing or 'none'}, unknown: {unknown or 'none'}")
+        raise BundleError(
+            f"{where}: manifest fields missing: {missing or 'none'}, unknown: {unknown or 'none'}; it was edited, or "
+            "written by another version: rebuild it with 'attnres-aot build'"
+        )
     for name, kind in scalars.items():
         if type(raw[name]) is not kind:
             raise _mistyped(kind, raw[name], where, name)
