@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.manifest import Manifest
@@ -107,7 +107,7 @@ def match_variants(manifest: Manifest, globs: Sequence[str]) -> list[Variant]:
 
 
 def select(manifest: Manifest, selection: Selection) -> list[Series]:
-    """Returns the lines of the tables that a selection means, consumers first, mailboxes last.
+    """Returns the lines of the tables that a selection means: mailboxes last, statistics beside their plain twins.
 
     Raises:
       UsageError: a pattern matches no variant, or there is nothing to measure.
@@ -118,14 +118,24 @@ def select(manifest: Manifest, selection: Selection) -> list[Series]:
             f"bundle {manifest.name} holds none of the variants that are measured by default; "
             "choose some with --variants, e.g. --variants '*'"
         )
-    producers = {record.name for record in manifest.producers}
     ordinary = [variant for variant in variants if not variant.slots]
-    chained = [v for v in ordinary if v.stats and str(Producer(kernel=STATISTICS, nb=v.key.nb)) in producers]
-    return [
-        *(Series(work=CONSUMER, variant=variant) for variant in ordinary),
-        *(Series(work=CHAIN, variant=variant) for variant in chained),
-        *(Series(work=RING, variant=variant) for variant in variants if variant.slots),
-    ]
+    plain = [variant for variant in ordinary if not variant.stats]
+    twins = {replace(variant, stats=False): variant for variant in ordinary if variant.stats}
+    lines = []
+    for variant in plain:
+        lines.append(Series(work=CONSUMER, variant=variant))
+        if variant in twins:
+            lines += _with_statistics(manifest, twins.pop(variant))
+    for variant in twins.values():
+        lines += _with_statistics(manifest, variant)
+    return [*lines, *(Series(work=RING, variant=variant) for variant in variants if variant.slots)]
+
+
+def _with_statistics(manifest: Manifest, variant: Variant) -> list[Series]:
+    """Returns the lines of a variant with statistics: by itself, and behind the kernel that makes them."""
+    kernel = str(Producer(kernel=STATISTICS, nb=variant.key.nb))
+    made = any(record.name == kernel for record in manifest.producers)
+    return [Series(work=work, variant=variant) for work in ((CONSUMER, CHAIN) if made else (CONSUMER,))]
 
 
 def rows_for(series: Series, selection: Selection, capacity: int) -> tuple[int, ...]:

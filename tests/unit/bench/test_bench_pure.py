@@ -48,7 +48,14 @@ def test_default_selection_is_the_published_tables() -> None:
     lines = select(manifest, ALL)
     assert [line.work for line in lines].count(CHAIN) == 1  # the one statistics kernel that is there
     assert [line.work for line in lines].count(RING_WORK) == 5
-    assert str(lines[9]) == "statistics + nb4-delta-stats"
+    assert [str(line) for line in lines[1:7]] == [
+        "nb1-delta", "nb1-delta-stats", "nb4-delta", "nb4-delta-stats", "statistics + nb4-delta-stats", "nb8-delta",
+    ]  # fmt: skip
+
+
+def test_statistics_without_their_twin_come_last() -> None:
+    lines = select(manifest_of(K3), replace(ALL, globs=("nb1-delta-stats", "nb8-delta", "nb1-delta-ring1")))
+    assert [str(line) for line in lines] == ["nb8-delta", "nb1-delta-stats", "nb1-delta-ring1"]
 
 
 def test_globs_choose_by_whole_names() -> None:
