@@ -72,6 +72,27 @@ class Expected:
     """[rows, H] bf16: largest such value."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactStatistics:
+    """What a statistics producer must write, in fp64, and how far off a careful fp32 evaluation may be.
+
+    Errors of total and mixture are those that remain once both are scaled from the maximum found to the exact one.
+    """
+
+    maximum: Tensor
+    """[rows]: largest logit."""
+    total: Tensor
+    """[rows]: sum of exponentials."""
+    mixture: Tensor
+    """[rows, H]: un-normalised."""
+    maximum_error: Tensor
+    """[rows]."""
+    total_error: Tensor
+    """[rows]."""
+    mixture_error: Tensor
+    """[rows, H]."""
+
+
 def consume(variant: Variant, operands: Operands) -> Expected:
     """Computes what a launch of `variant` must write.
 
@@ -128,12 +149,27 @@ def statistics(blocks: Tensor, nb: int, norm: Tensor, query: Tensor, eps: float)
     Returns:
       mixture [rows, H] fp32 (un-normalised) and scal [rows, 2] fp32: maximum logit and sum of exponentials.
     """
+    exact = exact_statistics(blocks, nb, norm, query, eps)
+    return exact.mixture.float(), torch.stack([exact.maximum, exact.total], -1).float()
+
+
+def exact_statistics(blocks: Tensor, nb: int, norm: Tensor, query: Tensor, eps: float) -> ExactStatistics:
+    """Computes the statistics of the saved blocks in fp64, with how close fp32 can come; arguments as above."""
     values = blocks[:, :nb].double()
-    logits, _ = _logits(values, norm.double() * query.double(), fp32(eps))
+    logits, spreads = _logits(values, norm.double() * query.double(), fp32(eps))
     maximum = logits.amax(-1)
     weights = (logits - maximum[:, None]).exp()
-    mixture = torch.einsum("rs,rsh->rh", weights, values)
-    return mixture.float(), torch.stack([maximum, weights.sum(-1)], -1).float()
+    unit = ERROR_FACTOR * FP32_ROUNDING
+    moved = unit * (logits.abs() + maximum.abs()[:, None] + spreads + 1)
+    off = weights * moved.expm1() + 4 * SMALLEST_FP32
+    return ExactStatistics(
+        maximum=maximum,
+        total=weights.sum(-1),
+        mixture=torch.einsum("rs,rsh->rh", weights, values),
+        maximum_error=moved.amax(-1),
+        total_error=off.sum(-1),
+        mixture_error=torch.einsum("rs,rsh->rh", off, values.abs()) + 4 * SMALLEST_FP32,
+    )
 
 
 def publish(mailbox: Tensor, slot: int, values: Tensor) -> None:

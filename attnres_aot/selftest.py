@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,12 @@ from attnres_aot.bundle import Bundle, read_manifest_bytes
 from attnres_aot.checking import report
 from attnres_aot.checking.cases import MAX_ROWS, ROW_COUNTS, draw_banks
 from attnres_aot.checking.loaded import LoadedConsumer
+from attnres_aot.checking.producers import ProducerResult, bundle_producers, check_producers
 from attnres_aot.checking.report import Setting
 from attnres_aot.checking.suite import VariantResult, bundle_variants, check_variants, image_variants
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.row_counts import parse_rows
-from attnres_aot.variants import Variant, parse_variant
+from attnres_aot.variants import PUBLISH, STATISTICS, Producer, Variant, parse_producer, parse_variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,9 @@ class Request:
     device: str | None
     """CUDA device; None is torch's current one."""
     variants: tuple[Variant, ...]
-    """Only these; empty: one or more per image."""
+    """Only these and `producers`; both empty: one or more per image, and every producer."""
+    producers: tuple[Producer, ...]
+    """Only these and `variants`."""
     all_variants: bool
     """Every variant of the bundle."""
     rows: tuple[int, ...]
@@ -44,13 +47,25 @@ class Request:
     """Seed of the input values."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a self-test checks."""
+
+    variants: tuple[Variant, ...]
+    """Consumers."""
+    producers: tuple[Producer, ...]
+    """Producers."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("bundle", nargs="?", help="bundle or folder of bundles (default: search like load() does)")
     parser.add_argument(
         "--all-variants", action="store_true", help="every variant, not just enough to reach every image"
     )
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME", help="only this variant or producer; may be repeated"
+    )
     parser.add_argument(
         "--rows",
         default=",".join(map(str, ROW_COUNTS)),
@@ -66,70 +81,85 @@ def run(args: argparse.Namespace) -> int:
     request = Request(
         bundle=args.bundle,
         device=args.device,
-        variants=tuple(parse_variant(name) for name in args.variant),
+        variants=tuple(parse_variant(name) for name in args.variant if not is_producer(name)),
+        producers=tuple(parse_producer(name) for name in args.variant if is_producer(name)),
         all_variants=args.all_variants,
         rows=parse_rows(args.rows, MAX_ROWS),
         seed=secrets.randbelow(1 << 31) if args.seed is None else args.seed,
     )
     consumer = LoadedConsumer.open(request.bundle, request.device)
-    variants = choose_variants(consumer.bundle, request)
-    width = max(len("variant"), *(len(str(variant)) for variant in variants))
+    chosen = choose(consumer.bundle, request)
+    width = max(len("variant"), *(len(str(each)) for each in (*chosen.variants, *chosen.producers)))
 
-    def show(result: VariantResult) -> None:
-        args.echo(report.text_row(result, width))
+    def show(row: str) -> None:
+        if not args.json:
+            args.echo(row)
 
-    if not args.json:
-        args.echo(f"{len(variants)} variants of {consumer.bundle.path} on {consumer.device_name}, seed {request.seed}")
-        args.echo(report.text_header(width))
+    counts = f"{len(chosen.variants)} variants and {len(chosen.producers)} producers"
+    show(f"{counts} of {consumer.bundle.path} on {consumer.device_name}, seed {request.seed}")
+    show(report.text_header(width))
     started = time.monotonic()
-    results = check_bundle(consumer, variants, request, (lambda _: None) if args.json else show)
+    results, made = check_bundle(consumer, chosen, request, show, width)
     setting = describe(consumer, request.rows, request.seed, time.monotonic() - started)
     if args.json:
-        args.echo(json.dumps(report.to_json(results, setting), indent=1))
+        args.echo(json.dumps(report.to_json(results, setting, made), indent=1))
     else:
-        args.echo(report.summary_line(results))
-    complete = len(results) == len(variants) and all(result.cases for result in results)
-    return 0 if complete and not any(result.problems for result in results) else 1
+        args.echo(report.summary_line(results, made))
+    complete = (len(results), len(made)) == (len(chosen.variants), len(chosen.producers))
+    right = all(each.cases and not each.problems for each in results)
+    right &= all(each.cases and not each.problems for each in made)
+    return 0 if complete and right else 1
 
 
 def check_bundle(
-    consumer: LoadedConsumer,
-    variants: Sequence[Variant],
-    request: Request,
-    finished: Callable[[VariantResult], None],
-) -> list[VariantResult]:
-    """Checks `variants` with inputs drawn from the request's seed; `finished` gets each result as it comes."""
+    consumer: LoadedConsumer, chosen: Chosen, request: Request, show: Callable[[str], None], width: int
+) -> tuple[list[VariantResult], list[ProducerResult]]:
+    """Checks what was chosen with inputs from the request's seed; `show` gets a table row for each as it comes."""
     manifest = consumer.bundle.manifest
     banks = draw_banks(manifest.model.hidden, manifest.mailbox.capacity, request.seed, consumer.device)
-    results = []
-    for result in check_variants(variants, consumer, banks, request.rows):
-        finished(result)
+    results: list[VariantResult] = []
+    for result in check_variants(chosen.variants, consumer, banks, request.rows):
+        show(report.text_row(result, width))
         results.append(result)
-    return results
+    made: list[ProducerResult] = []
+    whole = len(results) == len(chosen.variants)  # a lost device ends the run
+    for found in check_producers(chosen.producers if whole else (), consumer, banks, request.rows):
+        show(report.producer_row(found, width))
+        made.append(found)
+    return results, made
 
 
-def choose_variants(bundle: Bundle, request: Request) -> list[Variant]:
-    """Lists the variants that a request means.
+def choose(bundle: Bundle, request: Request) -> Chosen:
+    """Lists the variants and producers that a request means.
 
     Raises:
-      UsageError: a variant that the bundle does not hold, or contradictory options.
+      UsageError: one that the bundle does not hold, or contradictory options.
     """
-    present = bundle_variants(bundle.manifest)
-    if request.variants and request.all_variants:
+    variants, producers = bundle_variants(bundle.manifest), bundle_producers(bundle.manifest)
+    if not request.variants and not request.producers:
+        chosen = variants if request.all_variants else image_variants(bundle.manifest)
+        if not chosen and not producers:
+            raise UsageError(f"{bundle.path} has no variants, so there is nothing to check")
+        return Chosen(variants=tuple(chosen), producers=tuple(producers))
+    if request.all_variants:
         raise UsageError("--variant and --all-variants contradict each other; give one of them")
-    for variant in request.variants:
-        if variant not in present:
-            hint = did_you_mean(str(variant), map(str, present))
+    _refuse_missing(bundle, "variant", map(str, request.variants), list(map(str, variants)))
+    _refuse_missing(bundle, "producer", map(str, request.producers), list(map(str, producers)))
+    return Chosen(variants=request.variants, producers=request.producers)
+
+
+def is_producer(name: str) -> bool:
+    """Tells whether a name can only be that of a producer."""
+    return name.startswith((STATISTICS, PUBLISH))
+
+
+def _refuse_missing(bundle: Bundle, what: str, names: Iterable[str], present: list[str]) -> None:
+    for name in names:
+        if name not in present:
             raise UsageError(
-                f"{bundle.path} has no variant {str(variant)!r}{hint}; list its {len(present)} variants with "
-                "'attnres-aot inspect'"
+                f"{bundle.path} has no {what} {name!r}{did_you_mean(name, present)}; list its {len(present)} {what}s "
+                "with 'attnres-aot inspect'"
             )
-    if request.variants:
-        return list(request.variants)
-    chosen = present if request.all_variants else image_variants(bundle.manifest)
-    if not chosen:
-        raise UsageError(f"{bundle.path} has no variants, so there is nothing to check")
-    return chosen
 
 
 def describe(consumer: LoadedConsumer, rows: tuple[int, ...], seed: int, seconds: float) -> Setting:

@@ -6,6 +6,7 @@ guard zones around each operand, rows beyond the launch, the padding between row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,36 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """One allocation with operands in it, and poison everywhere else."""
+
+    words: Tensor
+    """The allocation, int32."""
+    regions: tuple[Region, ...]
+    """Operands in address order."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns an operand as a view."""
+        region = next(region for region in self.regions if region.name == name)
+        return self.words.view(region.dtype).as_strided(
+            region.shape, region.strides, region.start // region.dtype.itemsize
+        )
+
+    def duplicate(self) -> Memory:
+        """Copies the memory."""
+        return Memory(words=self.words.clone(), regions=self.regions)
+
+    def locate(self, byte: int) -> str:
+        """Says in words what lies at a byte offset: operand, index, or which gap."""
+        for region in self.regions:
+            if byte < region.start:
+                return f"the guard zone before {region.name}"
+            if byte < region.end:
+                return _locate_in(region, byte)
+        return f"the guard zone after {self.regions[-1].name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Views:
     """The operands of one launch, as views."""
 
@@ -87,29 +118,15 @@ class Views:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arena:
-    """One allocation with the regions in it."""
+class Arena(Memory):
+    """The memory of one launch of a consumer."""
 
-    words: Tensor
-    """The allocation, int32."""
-    regions: tuple[Region, ...]
-    """Operands in address order."""
     views: Views
     """Operands as tensors."""
 
     def clone(self) -> Arena:
         """Copies the memory; the views of the copy lie in the copy."""
-        words = self.words.clone()
-        return Arena(words=words, regions=self.regions, views=_views(words, self.regions))
-
-    def locate(self, byte: int) -> str:
-        """Says in words what lies at a byte offset: operand, index, or which gap."""
-        for region in self.regions:
-            if byte < region.start:
-                return f"the guard zone before {region.name}"
-            if byte < region.end:
-                return _locate_in(region, byte)
-        return f"the guard zone after {self.regions[-1].name}"
+        return _arena(self.duplicate())
 
 
 def build_arena(
@@ -127,42 +144,53 @@ def build_arena(
     """
     if layout.spare_capacity is not None:
         capacity = rows + layout.spare_capacity
+    return _arena(place(_shapes(variant, rows, hidden, layout, capacity), layout, device))
+
+
+Shape = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Name, shape, strides in elements, and type of an operand."""
+
+
+def place(shapes: Sequence[Shape], layout: Layout, device: torch.device) -> Memory:
+    """Allocates and poisons memory for operands, one after another with guard zones between."""
     planner = _Planner(layout)
-    for name, shape, strides, dtype in _shapes(variant, rows, hidden, layout, capacity):
+    for name, shape, strides, dtype in shapes:
         planner.add(name, dtype, shape, strides)
-    words = _poison((planner.position + GUARD_BYTES) // 4, device)
-    regions = tuple(planner.regions)
-    return Arena(words=words, regions=regions, views=_views(words, regions))
+    return Memory(words=_poison((planner.position + GUARD_BYTES) // 4, device), regions=tuple(planner.regions))
 
 
-_Shape = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+def matrix(name: str, rows: int, hidden: int, layout: Layout, order: int) -> Shape:
+    """Shapes an operand [rows, H] whose rows are padded `order` times as far as the layout says."""
+    return name, (rows, hidden), (hidden + 8 * layout.padding * order, 1), torch.bfloat16
 
 
-def _shapes(variant: Variant, rows: int, hidden: int, layout: Layout, capacity: int) -> list[_Shape]:
+def saved_blocks(rows: int, count: int, hidden: int, layout: Layout) -> Shape:
+    """Shapes `count` blocks [rows, B, H]."""
+    block_stride = hidden + 8 * layout.padding
+    row_stride = count * block_stride + 8 * layout.padding
+    if layout.block_major:
+        row_stride, block_stride = block_stride, (rows + SPARE_ROWS) * block_stride + 8 * layout.padding
+    return "blocks", (rows, count, hidden), (row_stride, block_stride, 1), torch.bfloat16
+
+
+def _shapes(variant: Variant, rows: int, hidden: int, layout: Layout, capacity: int) -> list[Shape]:
     """Lists name, shape, strides and type of each operand that `variant` takes."""
     bf16 = torch.bfloat16
 
-    def matrix(name: str, order: int) -> _Shape:
-        return name, (rows, hidden), (hidden + 8 * layout.padding * order, 1), bf16
-
-    shapes: list[_Shape] = [matrix("source", 1)]
+    shapes = [matrix("source", rows, hidden, layout, 1)]
     if variant.slots:
         strides = (capacity * hidden, hidden, 1)
         shapes = [("source", (variant.slots, capacity, hidden), strides, bf16)]
     write = -1 if variant.key.write is None else variant.key.write
     count = max(variant.key.nb, write + 1) + SPARE_BLOCKS
-    block_stride = hidden + 8 * layout.padding
-    row_stride = count * block_stride + 8 * layout.padding
-    if layout.block_major:
-        row_stride, block_stride = block_stride, (rows + SPARE_ROWS) * block_stride + 8 * layout.padding
     shapes += [
-        matrix("prefix", 2),
-        ("blocks", (rows, count, hidden), (row_stride, block_stride, 1), bf16),
+        matrix("prefix", rows, hidden, layout, 2),
+        saved_blocks(rows, count, hidden, layout),
         *((name, (hidden,), (1,), bf16) for name in ("norm", "query", "out_norm")),
-        matrix("out", 3),
+        matrix("out", rows, hidden, layout, 3),
     ]
     if variant.aux:
-        shapes.append(matrix("aux", 4))
+        shapes.append(matrix("aux", rows, hidden, layout, 4))
     if variant.stats:
         shapes.append(("mixture", (capacity, hidden), (hidden, 1), torch.float32))
         shapes.append(("scal", (capacity, 2), (2, 1), torch.float32))
@@ -187,15 +215,9 @@ class _Planner:
         )
 
 
-def _views(words: Tensor, regions: tuple[Region, ...]) -> Views:
-    return Views(
-        **{
-            region.name: words.view(region.dtype).as_strided(
-                region.shape, region.strides, region.start // region.dtype.itemsize
-            )
-            for region in regions
-        }
-    )
+def _arena(memory: Memory) -> Arena:
+    views = Views(**{region.name: memory.tensor(region.name) for region in memory.regions})
+    return Arena(words=memory.words, regions=memory.regions, views=views)
 
 
 def _poison(count: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres_aot import reference
-from attnres_aot.checking.arena import Arena
+from attnres_aot.checking.arena import Arena, Memory
 from attnres_aot.checking.cases import Prepared
 from attnres_aot.variants import Variant
 
@@ -64,7 +64,7 @@ def judge(prepared: Prepared) -> Verdict:
     relative_error = numbers[5] if any(f.typical for f in prepared.bank.families[prepared.rows]) else None
     problems: list[str] = []
     if numbers[0]:
-        problems += _describe_memory(prepared, wanted)
+        problems += describe_memory(prepared.arena, prepared.before, wanted)
     if numbers[1]:
         problems.append(_describe_out(prepared, comparison.masks_differ, "NaN or Inf elsewhere than the reference"))
     if numbers[2]:
@@ -130,11 +130,11 @@ def _compare_out(out: Tensor, expected: reference.Expected, defined: Tensor, lim
     )
 
 
-def _describe_memory(prepared: Prepared, wanted: Arena) -> list[str]:
-    """Names the places whose memory is not as it must be, at most one per operand or gap."""
-    actual_bits, wanted_bits = prepared.arena.words.view(torch.int16), wanted.words.view(torch.int16)
+def describe_memory(actual: Memory, before: Memory, wanted: Memory) -> list[str]:
+    """Names the places whose memory is not as it must be after a launch, at most one per operand or gap."""
+    actual_bits, wanted_bits = actual.words.view(torch.int16), wanted.words.view(torch.int16)
     places = (actual_bits != wanted_bits).nonzero().flatten()
-    before_bits = prepared.before.words.view(torch.int16)
+    before_bits = before.words.view(torch.int16)
     edges = sorted(edge for region in wanted.regions for edge in (region.start // 2, region.end // 2))
     bounds = [0, *edges, actual_bits.numel()]
     lines = []

@@ -8,11 +8,14 @@ from functools import partial
 import torch
 
 from attnres_aot.bundle import Bundle
-from attnres_aot.checking.arena import Views
+from attnres_aot.checking.arena import Memory, Views
 from attnres_aot.checking.cases import Case
+from attnres_aot.checking.producers import ProducerCase
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.prepared import PreparedAttnRes
+from attnres_aot.runtime.publish import publish
+from attnres_aot.runtime.statistics import statistics
 
 SPIN_BUDGET = 1 << 22
 """Polls, of some hundred nanoseconds each, after which a ring kernel that is being checked gives up."""
@@ -48,6 +51,15 @@ class LoadedConsumer:
     def launch(self, case: Case, views: Views) -> None:
         """Binds and launches `case` once, the safe way (no programmatic dependent launch)."""
         self.bind(case, views)()
+
+    def produce(self, case: ProducerCase, memory: Memory) -> None:
+        """Launches a case of a producer once, the safe way."""
+        tensor, nb = memory.tensor, case.producer.nb
+        if nb is None:
+            publish(tensor("source"), tensor("mailbox"), case.slot, bundle=self.loaded)
+            return
+        weights, written = (tensor("norm"), tensor("query")), (tensor("mixture"), tensor("scal"))
+        statistics(tensor("blocks"), *weights, case.eps, *written, nb=nb, bundle=self.loaded)
 
     def bind(
         self, case: Case, views: Views, *, pdl: bool = False, spin_budget: int = SPIN_BUDGET

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnres_aot.checking.producers import ProducerResult
 from attnres_aot.checking.suite import VariantResult
 from attnres_aot.variants import Variant
 
@@ -102,19 +103,38 @@ def text_row(result: VariantResult, width: int) -> str:
     return "\n".join([row, *(f"    {problem}" for problem in result.problems)])
 
 
-def summary_line(results: Sequence[VariantResult]) -> str:
-    """Says the outcome in one line."""
-    whole = total("all", results)
-    if not results:
-        return "nothing was checked"
-    outcome = f"{whole.failed} of {whole.variants} variants FAILED" if whole.failed else "all right"
-    return (
-        f"{whole.variants} variants, {whole.cases} launches, {whole.elements} output elements: worst {whole.worst_ulp} "
-        f"ulp, worst relative error {whole.relative_error:.3e}; {outcome}"
+def producer_row(result: ProducerResult, width: int) -> str:
+    """Formats one producer as a row of the same table."""
+    row = (
+        f"{result.producer!s:<{width}}  {result.cases:>8}  {'-':>9}  {result.relative_error:>14.3e}  "
+        f"{'-':>12}  {'FAILED' if result.problems else 'ok'}"
     )
+    return "\n".join([row, *(f"    {problem}" for problem in result.problems)])
 
 
-def markdown(results: Sequence[VariantResult], setting: Setting) -> str:
+def summary_line(results: Sequence[VariantResult], producers: Sequence[ProducerResult] = ()) -> str:
+    """Says the outcome in one line, or one for variants and one for producers."""
+    lines = []
+    if results:
+        whole = total("all", results)
+        outcome = f"{whole.failed} of {whole.variants} variants FAILED" if whole.failed else "all right"
+        lines.append(
+            f"{whole.variants} variants, {whole.cases} launches, {whole.elements} output elements: "
+            f"worst {whole.worst_ulp} ulp, worst relative error {whole.relative_error:.3e}; {outcome}"
+        )
+    if producers:
+        failed = sum(bool(result.problems) for result in producers)
+        outcome = f"{failed} of {len(producers)} producers FAILED" if failed else "all right"
+        cases, elements = (sum(getattr(result, name) for result in producers) for name in ("cases", "elements"))
+        worst = max(result.relative_error for result in producers)
+        lines.append(
+            f"{len(producers)} producers, {cases} launches, {elements} elements: worst relative error {worst:.3e}; "
+            f"{outcome}"
+        )
+    return "\n".join(lines) or "nothing was checked"
+
+
+def markdown(results: Sequence[VariantResult], setting: Setting, producers: Sequence[ProducerResult] = ()) -> str:
     """Formats the setting, the totals and all problems for a document."""
     rows = ", ".join(map(str, setting.rows))
     circumstances = (
@@ -133,11 +153,20 @@ def markdown(results: Sequence[VariantResult], setting: Setting) -> str:
         f"{row.relative_error:.3e} | {row.ill_conditioned} |"
         for row in totals(results)
     ]
+    if producers:
+        lines += ["", "| producer | launches | elements | worst relative error |", "|---|---|---|---|"]
+    lines += [
+        f"| {result.producer} | {result.cases} | {result.elements} | {result.relative_error:.3e} |"
+        for result in producers
+    ]
     problems = [f"- `{result.variant}`: {problem}" for result in results for problem in result.problems]
+    problems += [f"- `{result.producer}`: {problem}" for result in producers for problem in result.problems]
     return "\n".join([*lines, *(["", "Problems:", "", *problems] if problems else []), ""])
 
 
-def to_json(results: Sequence[VariantResult], setting: Setting) -> dict[str, Any]:
+def to_json(
+    results: Sequence[VariantResult], setting: Setting, producers: Sequence[ProducerResult] = ()
+) -> dict[str, Any]:
     """Returns everything as plain JSON data."""
     return {
         "setting": {
@@ -177,5 +206,16 @@ def to_json(results: Sequence[VariantResult], setting: Setting) -> dict[str, Any
                 "problems": list(result.problems),
             }
             for result in results
+        ],
+        "producers": [
+            {
+                "name": str(result.producer),
+                "ok": not result.problems,
+                "launches": result.cases,
+                "elements": result.elements,
+                "relative_error": result.relative_error,
+                "problems": list(result.problems),
+            }
+            for result in producers
         ],
     }

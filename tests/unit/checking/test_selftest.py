@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from simulated_consumer import SimulatedConsumer
+from simulated_producer import SimulatedProducer
 
 from attnres_aot import device_cli
 from attnres_aot.bundle import Bundle
@@ -21,6 +22,7 @@ from attnres_aot.manifest import (
     MailboxRecord,
     Manifest,
     ModelRecord,
+    ProducerRecord,
     VariantRecord,
     dump_manifest,
 )  # fmt: skip
@@ -28,6 +30,9 @@ from attnres_aot.variants import choices_for, parse_variant
 
 HIDDEN = 1024
 NAMES = ["nb0-write0", "nb1-delta", "nb1-delta-aux", "nb1-delta-write1-aux", "nb1-delta-ring8", "nb1-delta-stats"]
+
+
+PRODUCERS = ["statistics-nb1", "publish"]
 
 
 def manifest_of(names: list[str]) -> Manifest:
@@ -53,7 +58,10 @@ def manifest_of(names: list[str]) -> Manifest:
             )
             for v in variants
         ),
-        producers=(),
+        producers=tuple(
+            ProducerRecord(name=name, kernel=name.split("-")[0], nb=nb, choices=(), deployments=())
+            for name, nb in zip(PRODUCERS, (1, None), strict=True)
+        ),
     )  # fmt: skip
 
 
@@ -63,11 +71,15 @@ class FakeLoaded:
 
     bundle: Bundle
     consumer: object = field(default_factory=SimulatedConsumer)
+    producer: object = field(default_factory=SimulatedProducer)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_name: str = "simulation"
 
     def launch(self, case, views):
         self.consumer.launch(case, views)
+
+    def produce(self, case, memory):
+        self.producer.produce(case, memory)
 
 
 @pytest.fixture
@@ -79,8 +91,10 @@ def bundle(tmp_path):
 
 @pytest.fixture
 def install(monkeypatch, bundle):
-    def install(consumer=None):
-        fake = FakeLoaded(bundle=bundle, consumer=consumer or SimulatedConsumer())
+    def install(consumer=None, producer=None):
+        fake = FakeLoaded(
+            bundle=bundle, consumer=consumer or SimulatedConsumer(), producer=producer or SimulatedProducer()
+        )
         monkeypatch.setattr(LoadedConsumer, "open", lambda path, device: fake)
 
     return install
@@ -102,8 +116,8 @@ def test_a_right_bundle_passes(install, capsys):
     out = capsys.readouterr().out
     assert "seed 5" in out
     assert "all right" in out
-    assert out.count(" ok\n") == 4  # one variant for each of four images
-    for name in ("nb0-write0", "nb1-delta-write1-aux", "nb1-delta-ring8", "nb1-delta-stats"):
+    assert out.count(" ok\n") == 6  # one variant for each of four images, and both producers
+    for name in ("nb0-write0", "nb1-delta-write1-aux", "nb1-delta-ring8", "nb1-delta-stats", *PRODUCERS):
         assert f"\n{name} " in out
 
 
@@ -115,6 +129,16 @@ def test_a_wrong_kernel_fails_and_is_named(install, capsys):
     assert "nb1-delta rows 16" in out
 
 
+def test_a_wrong_producer_fails_and_is_named(install, capsys):
+    install(producer=SimulatedProducer(clean=torch.clone))
+    assert device_cli.main(["selftest", "x", "--rows", "16"]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 producers FAILED" in out
+    assert "publish rows 16 dense" in out
+    assert device_cli.main(["selftest", "x", "--rows", "16", "--variant", "statistics-nb1"]) == 0
+    assert "1 producers, 3 launches" in capsys.readouterr().out
+
+
 def test_json_is_all_that_is_printed(install, capsys):
     install()
     assert device_cli.main(["selftest", "--json", "--variant", "nb1-delta", "--rows", "2", "--seed", "1"]) == 0
@@ -124,6 +148,10 @@ def test_json_is_all_that_is_printed(install, capsys):
     assert [variant["name"] for variant in found["variants"]] == ["nb1-delta"]
     assert found["variants"][0]["launches"] == 3
     assert found["totals"][-1]["failed"] == 0
+    assert found["producers"] == []
+    assert device_cli.main(["selftest", "--json", "--variant", "publish", "--rows", "2", "--seed", "1"]) == 0
+    (publish,) = json.loads(capsys.readouterr().out)["producers"]
+    assert (publish["name"], publish["ok"], publish["launches"]) == ("publish", True, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +163,10 @@ class Misuse:
 
 MISUSES = [
     Misuse(name="unknown-variant", arguments=["--variant", "nb2-delta"], text="has no variant 'nb2-delta' (did you"),
+    Misuse(
+        name="unknown-producer", arguments=["--variant", "statistics-nb2"], text="no producer 'statistics-nb2' (did"
+    ),
+    Misuse(name="bad-producer", arguments=["--variant", "publish-nb2"], text="'publish-nb2' is not a producer name"),
     Misuse(name="bad-variant", arguments=["--variant", "x"], text="'x' is not a variant name"),
     Misuse(name="rows-zero", arguments=["--rows", "0"], text="row counts from 1 to 64 are wanted"),
     Misuse(name="rows-many", arguments=["--rows", "1,65"], text="row counts from 1 to 64 are wanted"),
