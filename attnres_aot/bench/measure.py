@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from attnres_aot.bench import show
 from attnres_aot.bench.context import measure_context
 from attnres_aot.bench.host import shape_of
-from attnres_aot.bench.points import CHAIN, RING, Point, Selection, Series, rows_for, select
+from attnres_aot.bench.points import CHAIN, PUBLISHED, RING, Point, Selection, Series, rows_for, select
 from attnres_aot.bench.results import COLD, WARM, Context, Timing
 from attnres_aot.bench.rig import Job, Rig, traffic
 from attnres_aot.bench.traffic import copy_traffic, floor_us
@@ -30,6 +30,7 @@ class PointTimer:
             pdl=point.pdl,
             cold=point.cold,
             statistics_before=point.series.work == CHAIN,
+            publish=point.series.work == PUBLISHED,
         )
         whole = self._rig.time_us(job)
         copy = self._copy_us(job) if point.series.work == RING else None

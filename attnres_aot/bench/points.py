@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.manifest import Manifest
-from attnres_aot.variants import STATISTICS, ConsumerKey, Producer, Variant, parse_variant
+from attnres_aot.variants import PUBLISH, STATISTICS, ConsumerKey, Producer, Variant, parse_variant
 
-CONSUMER, RING, CHAIN = "consumer", "ring", "statistics+consumer"
+CONSUMER, RING, CHAIN, PUBLISHED = "consumer", "ring", "statistics+consumer", "publish+consumer"
 """Kinds of work: launches of one consumer; a copy into the mailbox and a ring consumer, less the copy alone; the
-statistics kernel and the consumer that takes its results."""
+statistics kernel, or the publisher, and the consumer that takes what it makes."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Row counts of the kinds without a mailbox, unless others are asked for."""
 RING_ROWS = (1, 4, 16, 64)
@@ -28,12 +28,12 @@ class Series:
     """One line of a table: a kind of work on one variant."""
 
     work: str
-    """CONSUMER, RING or CHAIN."""
+    """CONSUMER, RING, CHAIN or PUBLISHED."""
     variant: Variant
     """Which consumer."""
 
     def __str__(self) -> str:
-        return f"statistics + {self.variant}" if self.work == CHAIN else str(self.variant)
+        return label(self.work, str(self.variant))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,12 @@ class Selection:
     """Launch modes."""
     cold: tuple[bool, ...]
     """L2 states."""
+
+
+def label(work: str, variant: str) -> str:
+    """Names a line: the variant, behind the kernel that is launched before it."""
+    producer, _, consumer = work.rpartition("+")
+    return f"{producer} + {variant}" if consumer and producer else variant
 
 
 def default_variants(manifest: Manifest) -> list[Variant]:
@@ -128,7 +134,10 @@ def select(manifest: Manifest, selection: Selection) -> list[Series]:
             lines += _with_statistics(manifest, twins.pop(variant))
     for variant in twins.values():
         lines += _with_statistics(manifest, variant)
-    return [*lines, *(Series(work=RING, variant=variant) for variant in variants if variant.slots)]
+    ring = [variant for variant in variants if variant.slots]
+    if any(record.name == PUBLISH for record in manifest.producers):
+        lines += [Series(work=PUBLISHED, variant=variant) for variant in ring if variant.slots == 1]
+    return [*lines, *(Series(work=RING, variant=variant) for variant in ring)]
 
 
 def _with_statistics(manifest: Manifest, variant: Variant) -> list[Series]:
@@ -140,6 +149,6 @@ def _with_statistics(manifest: Manifest, variant: Variant) -> list[Series]:
 
 def rows_for(series: Series, selection: Selection, capacity: int) -> tuple[int, ...]:
     """Returns the row counts of one line; a mailbox limits them to its capacity."""
-    if series.work != RING:
+    if not series.variant.slots:
         return selection.rows or ROWS
     return tuple(rows for rows in selection.rows or RING_ROWS if rows <= capacity)

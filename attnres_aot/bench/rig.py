@@ -18,6 +18,7 @@ from attnres_aot.bench.traffic import Traffic, consumer_traffic, copy_traffic, s
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import new_mailbox
 from attnres_aot.runtime.prepared import PreparedAttnRes
+from attnres_aot.runtime.publish import PreparedPublish
 from attnres_aot.variants import Variant
 
 EPS = 1e-6
@@ -37,7 +38,7 @@ class Job:
     """What one launch of a graph does."""
 
     variant: Variant
-    """Which consumer; with slots, a copy into its mailbox comes first."""
+    """Which consumer; with slots, its mailbox is filled first."""
     rows: int
     """Rows."""
     pdl: bool
@@ -46,6 +47,8 @@ class Job:
     """With a cold L2."""
     statistics_before: bool = False
     """Launch the statistics kernel before the consumer, whether that takes its results or not."""
+    publish: bool = False
+    """Fill the mailbox, of one slot, with the bundle's publisher instead of torch's copy."""
     consumer: bool = True
     """Launch the consumer; without it only what precedes it is left."""
 
@@ -153,7 +156,7 @@ class Rig:
         """Returns what does a job once, on one set."""
         steps: list[Call] = []
         if sets.mailbox is not None:
-            steps.append(partial(sets.mailbox[index][:, : job.rows].copy_, sets.source[index]))
+            steps.append(self._fill(job, sets.mailbox[index], sets.source[index]))
         if job.statistics_before:
             steps.append(
                 bind_statistics_kernel(
@@ -170,6 +173,11 @@ class Rig:
         if job.consumer:
             steps.append(self.bind(job, sets, index))
         return steps[0] if len(steps) == 1 else partial(_in_turn, tuple(steps))
+
+    def _fill(self, job: Job, mailbox: torch.Tensor, source: torch.Tensor) -> Call:
+        if job.publish:
+            return partial(PreparedPublish(mailbox, 0, self.loaded, pdl=job.pdl).run, source[0])
+        return partial(mailbox[:, : job.rows].copy_, source)
 
 
 def traffic(job: Job, hidden: int) -> Traffic:

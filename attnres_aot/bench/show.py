@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnres_aot.bench.compare import Comparison, Ratio
-from attnres_aot.bench.points import Series
+from attnres_aot.bench.points import Series, label
 from attnres_aot.bench.results import WARM, ColdStart, Context, HostCost, Key, Report, Setting, Soak, Timing
 
 _CELL = 8
@@ -69,11 +69,11 @@ def floor_lines(timings: Sequence[Timing], rows: Sequence[int], width: int) -> l
     lines = table_head("Bytes moved per call, KiB", rows, width)
     for (work, variant), found in shown.items():
         values = {count: timing.bytes_moved / 1024 for count, timing in found.items()}
-        lines.append(table_line(_label(work, variant), values, rows, width, digits=0))
+        lines.append(table_line(label(work, variant), values, rows, width, digits=0))
     lines += table_head(f"Floor: those bytes at the measured copy bandwidth, us; {timings[0].l2} L2", rows, width)
     for (work, variant), found in shown.items():
         values = {count: timing.floor_us for count, timing in found.items()}
-        lines.append(table_line(_label(work, variant), values, rows, width))
+        lines.append(table_line(label(work, variant), values, rows, width))
     return lines
 
 
@@ -160,10 +160,6 @@ def report_lines(report: Report) -> list[str]:
     if report.soak is not None:
         lines += soak_lines(report.soak)
     return lines
-
-
-def _label(work: str, variant: str) -> str:
-    return f"statistics + {variant}" if "+" in work else variant
 
 
 def _cell(ratio: float, threshold: float) -> str:

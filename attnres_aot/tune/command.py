@@ -92,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
     serves = deployments(loaded)
     rig = make_rig(loaded, request.effort)
     cells = measure_statistics(rig, request, echo)
-    decisions = {pair: decide(cells, slots, request.rule, request.margin) for pair, slots in serves.items()}
-    for line in show.decision_lines(decisions, request.rule, request.margin):
+    by_rule = {
+        rule: {pair: decide(cells, slots, rule, request.margin) for pair, slots in serves.items()} for rule in RULES
+    }
+    decisions = by_rule[request.rule]
+    for line in show.decision_lines(by_rule, request.rule, request.margin):
         echo(line)
     shapes = measure_shapes(rig, request, echo)
     if text is not None and request.out is not None:
@@ -102,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         checked = check_config(text, written, decisions, str(request.config))
         write_atomically(request.out, written)
         echo(f"\nwrote {request.out}" + ("" if checked else "; not read back, as PyYAML is not installed here"))
-    data = json.dumps(to_data(cells, decisions, shapes, setting, request), indent=1)
+    data = json.dumps(to_data(cells, by_rule, shapes, setting, request), indent=1)
     if args.save is not None:
         write_atomically(args.save, data + "\n")
     if args.json:
@@ -174,7 +177,7 @@ def measure_shapes(rig: Rig, request: Request, echo: Echo) -> list[list[ShapeTim
         echo("\nLaunch shapes: the bundle has one image per variant, so there is none to choose")
     found = []
     for variant in variants:
-        found.append(time_shapes(rig, variant, request.rows))
+        found.append(time_shapes(rig, variant, request.rows, pdl=request.pdl))
         for line in show.shape_lines(found[-1]):
             echo(line)
     return found
@@ -219,7 +222,7 @@ def check_config(old: str, new: str, decisions: dict[tuple[int, int], Decision],
 
 def to_data(
     cells: list[Cell],
-    decisions: dict[tuple[int, int], Decision],
+    by_rule: dict[str, dict[tuple[int, int], Decision]],
     shapes: list[list[ShapeTimes]],
     setting: object,
     request: Request,
@@ -231,7 +234,10 @@ def to_data(
         "margin": request.margin,
         "pdl": request.pdl,
         "cells": [to_json(cell) for cell in cells],
-        "tables": [{"tp": tp, "dcp": dcp, **to_json(found)} for (tp, dcp), found in sorted(decisions.items())],
+        "tables": {
+            rule: [{"tp": tp, "dcp": dcp, **to_json(found)} for (tp, dcp), found in sorted(decisions.items())]
+            for rule, decisions in by_rule.items()
+        },
         "shapes": [
             {"variant": times[0].variant, "us": {shape.image: shape.us for shape in times},
              "best": [to_json(choice) for choice in best_choices(times)]}

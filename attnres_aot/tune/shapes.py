@@ -26,9 +26,19 @@ class ShapeTimes:
 
 
 def variants_with_choice(loaded: LoadedBundle) -> list[Variant]:
-    """Returns the variants that the bundle has several images for."""
-    records = loaded.bundle.manifest.variants
-    return [parse_variant(record.name) for record in records if len({choice.image for choice in record.choices}) > 1]
+    """Returns variants that the bundle has several images for: one, the plainest, for each set of images."""
+    plainest: dict[tuple[str, ...], Variant] = {}
+    for record in loaded.bundle.manifest.variants:
+        images = tuple(dict.fromkeys(choice.image for choice in record.choices))
+        variant = parse_variant(record.name)
+        best = plainest.get(images)
+        if len(images) > 1 and (best is None or _options(variant) < _options(best)):
+            plainest[images] = variant
+    return list(plainest.values())
+
+
+def _options(variant: Variant) -> int:
+    return (variant.key.write is not None) + variant.aux
 
 
 def with_one_image(loaded: LoadedBundle, variant: Variant, image: str) -> LoadedBundle:
@@ -43,13 +53,13 @@ def with_one_image(loaded: LoadedBundle, variant: Variant, image: str) -> Loaded
     return LoadedBundle(Bundle(path=loaded.bundle.path, manifest=changed), loaded.device)
 
 
-def time_shapes(rig: Rig, variant: Variant, rows: Sequence[int]) -> list[ShapeTimes]:
+def time_shapes(rig: Rig, variant: Variant, rows: Sequence[int], *, pdl: bool) -> list[ShapeTimes]:
     """Times every image of a variant; with a mailbox, the copy into it is in all of the times alike."""
     images = dict.fromkeys(choice.image for choice in rig.loaded.record(variant).choices)
     times = []
     for image in images:
         forced = Rig(with_one_image(rig.loaded, variant, image), rig.timer, rig.l2_bytes)
-        us = {count: forced.time_us(Job(variant=variant, rows=count, pdl=True)) for count in rows}
+        us = {count: forced.time_us(Job(variant=variant, rows=count, pdl=pdl)) for count in rows}
         times.append(ShapeTimes(variant=str(variant), image=image, us=us))
     return times
 

@@ -45,18 +45,19 @@ def source_name(slots: int) -> str:
     return f"mailbox of {slots} slot{'s' * (slots != 1)}, less the copy into it" if slots else "ordinary source"
 
 
-def decision_lines(decisions: Mapping[tuple[int, int], Decision], rule: str, margin: float) -> list[str]:
-    """Shows where statistics are turned on."""
-    lines = [
-        "",
-        f"Statistics are on where they win by more than {margin:.0%} with every source; compared are",
-        f"  {RULES[rule]}",
-    ]
-    for (tp, dcp), found in sorted(decisions.items()):
-        worst = f"; worst ratio there {found.worst:.3f}" if found.worst else "; nowhere"
-        lines.append(
-            f"tp {tp}, dcp {dcp}: attn_stats {found.attn_stats!r}, attn_stats_blocks {found.attn_stats_blocks!r}{worst}"
-        )
+def decision_lines(
+    by_rule: Mapping[str, Mapping[tuple[int, int], Decision]], decisive: str, margin: float
+) -> list[str]:
+    """Shows where statistics are turned on under each rule, the decisive one last."""
+    lines = ["", f"Statistics are on where they win by more than {margin:.0%} with every source of a deployment."]
+    for rule in sorted(by_rule, key=lambda rule: rule == decisive):
+        lines += ["", f"Rule '{rule}'{' (decides)' if rule == decisive else ''}: {RULES[rule]}"]
+        for (tp, dcp), found in sorted(by_rule[rule].items()):
+            worst = f"; worst ratio there {found.worst:.3f}" if found.worst else "; nowhere"
+            lines.append(
+                f"  tp {tp}, dcp {dcp}: attn_stats {found.attn_stats!r}, attn_stats_blocks "
+                f"{found.attn_stats_blocks!r}{worst}"
+            )
     return lines
 
 

@@ -53,6 +53,12 @@ def test_default_selection_is_the_published_tables() -> None:
     ]  # fmt: skip
 
 
+def test_publishers_fill_mailboxes_of_one_slot() -> None:
+    lines = select(manifest_of(K3, producers=["publish"]), replace(ALL, globs=("nb1-delta-ring?",)))
+    assert list(map(str, lines)) == ["publish + nb1-delta-ring1", "nb1-delta-ring1", "nb1-delta-ring8"]
+    assert rows_for(lines[0], ALL, 16) == (1, 4, 16)
+
+
 def test_statistics_without_their_twin_come_last() -> None:
     lines = select(manifest_of(K3), replace(ALL, globs=("nb1-delta-stats", "nb8-delta", "nb1-delta-ring1")))
     assert [str(line) for line in lines] == ["nb8-delta", "nb1-delta-stats", "nb1-delta-ring1"]

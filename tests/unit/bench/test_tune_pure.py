@@ -158,13 +158,13 @@ def test_a_bundle_of_a_part_cannot_be_tuned_for_the_whole() -> None:
 
 
 def test_what_is_shown_names_rule_margin_and_tables() -> None:
-    text = "\n".join(show.decision_lines(decisions(), EXPOSED, 0.02))
+    text = "\n".join(show.decision_lines({EXPOSED: decisions(), READY: decisions()}, EXPOSED, 0.02))
     assert "on where they win by more than 2%" in text
-    assert RULES[EXPOSED] in text
+    assert text.index("Rule 'ready': " + RULES[READY]) < text.index("Rule 'exposed' (decides): " + RULES[EXPOSED])
     assert "tp 8, dcp 1: attn_stats '1-8:1', attn_stats_blocks '5-8:1'; worst ratio there 0.500" in text
     nowhere = {(8, 1): dataclasses.replace(decisions("", "")[8, 1], worst=0.0)}
     assert "They win nowhere." in " ".join(show.comment_lines([], nowhere, SETTING, EXPOSED, 0.02, pdl=True))
-    assert "; nowhere" in show.decision_lines(nowhere, EXPOSED, 0.02)[-1]
+    assert "; nowhere" in show.decision_lines({EXPOSED: nowhere}, EXPOSED, 0.02)[-1]
 
 
 def test_cells_are_shown_by_source_and_rule() -> None:

@@ -19,6 +19,7 @@ from attnres_aot.bench.points import Selection
 from attnres_aot.bench.results import COLD, WARM
 from attnres_aot.bench.rig import EPS, Job, Rig, traffic
 from attnres_aot.errors import UsageError
+from attnres_aot.runtime import api
 from attnres_aot.runtime.driver import open_driver
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.variants import parse_variant
@@ -85,6 +86,18 @@ def test_a_ring_job_fills_the_mailbox_before_the_consumer(rig: Rig, stub) -> Non
     assert not (sets.source.view(torch.int16) == -0x8000).any()
     assert (sets.mailbox[0, :, 2:].contiguous().view(torch.int32) == -0x80000000).all()
     assert stub.launch().arguments()["source"] == sets.mailbox.data_ptr()
+
+
+def test_the_publisher_fills_the_mailbox_where_asked(stub, bundles) -> None:
+    loaded = api.load(bundles.write(["nb2-delta-ring1"], producers=["publish"]))
+    rig = Rig(loaded, FakeTimer(), L2_BYTES)
+    published = job("nb2-delta-ring1", rows=2, publish=True, pdl=True)
+    sets = rig.make_sets(published)
+    rig.call(published, sets, 0)()
+    assert stub.launch_count() == 2
+    assert stub.launch(0).pdl == 1
+    assert stub.launch(1).arguments()["source"] == sets.mailbox.data_ptr()
+    assert (sets.mailbox.view(torch.int32) == -0x80000000).all()  # nothing but the publisher would fill it
 
 
 def test_without_the_consumer_only_the_copy_is_left(rig: Rig, stub) -> None:
@@ -303,8 +316,6 @@ class TestCommand:
 
 
 def test_a_bundle_with_nothing_to_launch_says_so(stub, bundles) -> None:
-    from attnres_aot.runtime import api
-
     loaded = api.load(bundles.write(["nb2-delta-aux"]))
     with pytest.raises(UsageError, match="has no ordinary variant to launch"):
         host.ways_to_launch(Rig(loaded, FakeTimer(), L2_BYTES), lambda mailbox: lambda: None)
