@@ -20,6 +20,7 @@ from attnres_aot import selftest
 from attnres_aot.checking import report
 from attnres_aot.checking.cases import ROW_COUNTS, draw_banks
 from attnres_aot.checking.loaded import LoadedConsumer
+from attnres_aot.checking.producers import bundle_producers
 from attnres_aot.checking.suite import DeviceLostError, bundle_variants
 from attnres_aot.errors import AttnResError, BundleError
 from attnres_aot.variants import Variant
@@ -77,6 +78,10 @@ def pytest_generate_tests(metafunc):
         have = {slots for found in bundles for slots in found.bundle.manifest.mailbox.slots}
         wanted = {1, 2, 8, 16} if metafunc.config.getoption("--stress") or not have else have
         metafunc.parametrize("slots", sorted(wanted | have))
+    if "producer" in metafunc.fixturenames:
+        found = opened()
+        producers = [None] if isinstance(found, str) else bundle_producers(found.bundle.manifest)
+        metafunc.parametrize("producer", producers, ids=lambda each: "no-bundle" if each is None else str(each))
     if "variant" in metafunc.fixturenames:
         found = opened()
         variants = [None] if isinstance(found, str) else bundle_variants(found.bundle.manifest)
@@ -142,7 +147,7 @@ class Ledger:
     """Results of all variants, and whether the device still works."""
 
     def __init__(self, path, seed):
-        self.results, self.path, self.seed = [], path, seed
+        self.results, self.producers, self.path, self.seed = [], [], path, seed
         self.started = time.monotonic()
         self.lost = None
 
@@ -151,13 +156,15 @@ class Ledger:
 def ledger(request, consumer, seed):
     ledger = Ledger(request.config.getoption("--gpu-report"), seed)
     yield ledger
-    if not ledger.results:
+    if not ledger.results and not ledger.producers:
         return
     setting = selftest.describe(consumer, ROW_COUNTS, seed, time.monotonic() - ledger.started)
-    print(f"\n{report.summary_line(ledger.results)}; {setting.seconds:.0f} s, seed {seed}")
+    print(f"\n{report.summary_line(ledger.results, ledger.producers)}; {setting.seconds:.0f} s, seed {seed}")
     if ledger.path:
-        Path(f"{ledger.path}.md").write_text(report.markdown(ledger.results, setting))
-        Path(f"{ledger.path}.json").write_text(json.dumps(report.to_json(ledger.results, setting), indent=1) + "\n")
+        Path(f"{ledger.path}.md").write_text(report.markdown(ledger.results, setting, ledger.producers))
+        Path(f"{ledger.path}.json").write_text(
+            json.dumps(report.to_json(ledger.results, setting, ledger.producers), indent=1) + "\n"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
