@@ -159,12 +159,13 @@ def measure_statistics(rig: Rig, request: Request, echo: Echo) -> list[Cell]:
     every_nb = range(1, -(-model.layers // model.block_size) + 1)
     sources = (0, *rig.loaded.bundle.manifest.mailbox.slots)
     check_bundle(rig.loaded, every_nb, sources)
+    echo(show.PROGRESS_HEAD)
     cells: list[Cell] = []
     for slots in sources:
         for nb in every_nb:
-            for cell in measure_cells(rig, nb, slots, request.rows, pdl=request.pdl):
-                echo(show.cell_line(cell))
-                cells.append(cell)
+            found = measure_cells(rig, nb, slots, request.rows, pdl=request.pdl)
+            echo(show.progress_line(found))
+            cells += found
     for line in show.cell_tables(cells, request.rule):
         echo(line)
     return cells

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from attnres_aot.bench.producers import has_statistics_kernel
 from attnres_aot.bench.rig import Job, Rig
@@ -37,25 +38,24 @@ def variant_for(nb: int, slots: int, *, stats: bool) -> Variant:
     return Variant(key=ConsumerKey(nb=nb, has_delta=True), slots=slots, stats=stats)
 
 
-def measure_cells(rig: Rig, nb: int, slots: int, rows: Sequence[int], *, pdl: bool) -> Iterator[Cell]:
+def measure_cells(rig: Rig, nb: int, slots: int, rows: Sequence[int], *, pdl: bool) -> list[Cell]:
     """Measures one consumer at several row counts, with a warm L2."""
-    plain, stats = variant_for(nb, slots, stats=False), variant_for(nb, slots, stats=True)
-    for count in rows:
+    return [_measure_cell(rig, nb, slots, count, pdl=pdl) for count in rows]
 
-        def time_us(variant: Variant, *, before: bool = False, consumer: bool = True, count: int = count) -> float:
-            job = Job(variant=variant, rows=count, pdl=pdl, statistics_before=before, consumer=consumer)
-            return rig.time_us(job)
 
-        copy = time_us(plain, consumer=False) if slots else 0.0
-        yield Cell(
-            nb=nb,
-            slots=slots,
-            rows=count,
-            plain_us=time_us(plain) - copy,
-            ready_us=time_us(stats) - copy,
-            chain_us=time_us(stats, before=True) - copy,
-            beside_us=time_us(plain, before=True) - copy,
-        )
+def _measure_cell(rig: Rig, nb: int, slots: int, rows: int, *, pdl: bool) -> Cell:
+    plain = Job(variant=variant_for(nb, slots, stats=False), rows=rows, pdl=pdl)
+    stats = replace(plain, variant=variant_for(nb, slots, stats=True))
+    copy = rig.time_us(replace(plain, consumer=False)) if slots else 0.0
+    return Cell(
+        nb=nb,
+        slots=slots,
+        rows=rows,
+        plain_us=rig.time_us(plain) - copy,
+        ready_us=rig.time_us(stats) - copy,
+        chain_us=rig.time_us(replace(stats, statistics_before=True)) - copy,
+        beside_us=rig.time_us(replace(plain, statistics_before=True)) - copy,
+    )
 
 
 def deployments(loaded: LoadedBundle) -> dict[tuple[int, int], tuple[int, ...]]:

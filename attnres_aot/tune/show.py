@@ -31,13 +31,20 @@ def cell_tables(cells: Sequence[Cell], rule: str) -> list[str]:
     return lines
 
 
-def cell_line(cell: Cell) -> str:
-    """Shows one cell."""
-    return (
-        f"nb {cell.nb}, {source_name(cell.slots)}, {cell.rows:>3} rows: plain {cell.plain_us:.2f} us, with statistics "
-        f"{cell.ready_us:.2f}; after the statistics kernel, both counted: plain {cell.beside_us:.2f}, with "
-        f"statistics {cell.chain_us:.2f}"
+PROGRESS_HEAD = (
+    "Measured, us: plain | with statistics that are there | statistics kernel + plain | statistics kernel + "
+    "consumer of its results"
+)
+"""Says what the numbers of `progress_line` are."""
+
+
+def progress_line(cells: Sequence[Cell]) -> str:
+    """Shows all times of one consumer and source, a group per row count."""
+    groups = (
+        f"{cell.rows}: {cell.plain_us:.2f}|{cell.ready_us:.2f}|{cell.beside_us:.2f}|{cell.chain_us:.2f}"
+        for cell in cells
     )
+    return f"nb {cells[0].nb}, {source_name(cells[0].slots)}, by rows  " + "  ".join(groups)
 
 
 def source_name(slots: int) -> str:

@@ -78,7 +78,10 @@ def test_writes_the_tables_that_win(bundle, tmp_path: Path, capsys: pytest.Captu
     assert "on one stand-in, driver 1" in text
     assert "# mailbox of 8 slots, less the copy into it, us" in text
     shown = capsys.readouterr().out
-    assert "nb 2, ordinary source,   8 rows: plain 2.00 us, with statistics 1.00; after the statistics kernel" in shown
+    assert (
+        "nb 2, ordinary source, by rows  1: 2.00|1.00|2.50|1.50  8: 2.00|1.00|2.50|1.50  64: 2.00|3.00|2.50|3.50"
+        in shown
+    )
     assert f"wrote {out}" in shown
     assert "one image per variant" in shown
 
