@@ -37,7 +37,7 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
         arch=plan.arch,
         params=KERNEL_PARAMS[wanted.kernel],
         block_threads=image.block_threads,
-        register_budget=register_budget(wanted.spec),
+        register_budget=register_budget(wanted.spec, wanted.launch),
     )
     return ImageRecord(
         name=wanted.name,
