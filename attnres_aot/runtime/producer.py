@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnres_aot.errors import OperandError
+from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime.driver import open_driver
 from attnres_aot.runtime.guards import make_guard
 from attnres_aot.runtime.launch import NOTHING_TO_DO, UNBOUND, Launcher, Order, Plan
@@ -24,13 +25,17 @@ from attnres_aot.variants import Producer
 _MAX_PLANS = 256
 """Geometries remembered; beyond it all are forgotten and made again."""
 
-_alive: weakref.WeakSet[PreparedProducer] = weakref.WeakSet()
+_numbers = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, PreparedProducer] = weakref.WeakValueDictionary()
 
 
 class PreparedProducer(ABC):
-    """A producer bound to its output. Several threads may launch the same object."""
+    """A producer bound to its output. Several threads may launch the same object.
 
-    __slots__ = ("__weakref__", "_bundle", "_checks", "_pdl", "_plan", "_plans", "_producer")
+    `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
+    """
+
+    __slots__ = ("__weakref__", "_bundle", "_checks", "_pdl", "_plan", "_plans", "_producer", "handle")
 
     def __init__(self, producer: Producer, bundle: LoadedBundle, *, pdl: bool, checks: bool) -> None:
         """Finds the producer in the bundle; loads nothing yet.
@@ -43,7 +48,8 @@ class PreparedProducer(ABC):
         self._pdl, self._checks = pdl, checks
         self._plans: dict[Any, Plan] = {}
         self._plan: Launcher = UNBOUND
-        _alive.add(self)
+        self.handle = next(_numbers)
+        _alive[self.handle] = self
 
     @property
     def checks(self) -> bool:
@@ -135,9 +141,24 @@ class PreparedProducer(ABC):
         )
 
 
+def find_prepared(handle: int, kind: str) -> Any:
+    """Returns the prepared producer that a handle names, which is of the class called `kind`.
+
+    Raises:
+      UsageError: there is none.
+    """
+    found = _alive.get(handle)
+    if type(found).__name__ != kind:
+        raise UsageError(
+            f"handle {handle} names no {kind} of this process; keep the object alive as long as graphs that call it, "
+            "and trace again in a new process"
+        )
+    return found
+
+
 def _forget_all_plans() -> None:
     """Makes every launch in a forked child look for its plan again, which is refused there."""
-    for prepared in list(_alive):
+    for prepared in list(_alive.values()):
         prepared.forget_plans()
 
 

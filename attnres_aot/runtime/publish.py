@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
+from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import mailbox_problems
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View
@@ -26,7 +28,7 @@ class PreparedPublish(PreparedProducer):
     waits for its predecessor before it reads the rows, so that is as safe.
     """
 
-    __slots__ = ("_mailbox", "_slot")
+    __slots__ = ("_mailbox", "_slot", "token")
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class PreparedPublish(PreparedProducer):
             raise OperandError("\n".join(problems))
         open_memory_of("mailbox", mailbox, bundle.device)
         self._mailbox, self._slot = mailbox, slot
+        self.token = torch.empty(1, dtype=torch.int8, device=bundle.device.device)
 
     def __repr__(self) -> str:
         return f"<PreparedPublish into slot {self._slot} of {list(self._mailbox.shape)} on {self._mailbox.device}>"
@@ -74,14 +77,18 @@ class PreparedPublish(PreparedProducer):
           rows: [rows, H] bf16, at most the mailbox's capacity; any row stride, rows aligned to 16 bytes.
 
         Returns:
-          `rows`.
+          A tensor that stands for the published rows: in a compiled graph, pass it as `after` to the
+          `PreparedAttnRes.run_ring` that takes them, which keeps the two in order. It holds nothing.
 
         Raises:
           OperandError: the rows cannot be launched; one line for every problem.
           DriverError: the driver refused.
         """
-        self._launch(rows)
-        return rows
+        if is_dynamo_compiling():
+            producer_ops.trace_publish(self, rows, self.token)
+        else:
+            self._launch(rows)
+        return self.token
 
     def _expected(self) -> Expected:
         return Expected(name="rows", reads=(0,))
@@ -118,4 +125,5 @@ def publish(
         from attnres_aot.runtime.api import load
 
         bundle = load(device=rows.device)
-    return PreparedPublish(mailbox, slot, bundle, pdl=pdl).run(rows)
+    PreparedPublish(mailbox, slot, bundle, pdl=pdl).run(rows)
+    return rows

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
+from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.binding import make_statistics
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View, vector_problems
@@ -89,8 +91,29 @@ class PreparedStatistics(PreparedProducer):
           OperandError: the blocks cannot be launched; one line for every problem.
           DriverError: the driver refused.
         """
-        self._launch(blocks)
-        return self._statistics.mixture, self._statistics.scal
+        mixture, scal = self._statistics.mixture, self._statistics.scal
+        if is_dynamo_compiling():
+            producer_ops.trace_statistics(self, blocks, mixture, scal)
+        else:
+            self._launch(blocks)
+        return mixture, scal
+
+    def with_outputs(self, mixture: torch.Tensor, scal: torch.Tensor) -> PreparedStatistics:
+        """Returns this object, or one like it that writes elsewhere."""
+        bound = self._statistics
+        if mixture.data_ptr() == bound.mixture.data_ptr() and scal.data_ptr() == bound.scal.data_ptr():
+            return self
+        return PreparedStatistics(
+            self._norm,
+            self._query,
+            self._eps,
+            mixture,
+            scal,
+            nb=self._nb,
+            bundle=self._bundle,
+            pdl=self._pdl,
+            checks=self._checks,
+        )
 
     def _expected(self) -> Expected:
         return Expected(name="blocks", reads=tuple(range(self._nb)), blocks=self._nb)

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import attnres_aot
-from attnres_aot import DriverError, OperandError, PreparedPublish, PreparedStatistics, VariantMissError
+from attnres_aot import (
+    ConsumerKey,
+    DriverError,
+    OperandError,
+    PreparedPublish,
+    PreparedStatistics,
+    UsageError,
+    VariantMissError,
+)
 from attnres_aot.abi import PUBLISH_PARAMS, STATISTICS_PARAMS
 from attnres_aot.runtime import api
 from attnres_aot.runtime.loaded import LoadedBundle
@@ -91,7 +99,7 @@ def test_statistics_reach_the_driver(stub, bundle, tensors):
 
 def test_published_rows_reach_the_driver(stub, bundle, mailbox):
     rows = rows_of(4)
-    assert PreparedPublish(mailbox, 2, bundle, pdl=True).run(rows) is rows
+    PreparedPublish(mailbox, 2, bundle, pdl=True).run(rows)
     launch = stub.launch()
     assert (tuple(launch.grid), launch.pdl) == ((4, 1, 1), 1)
     assert launch.arguments(PUBLISH_PARAMS) == {
@@ -108,7 +116,8 @@ def test_the_functions_bind_and_launch_at_once(stub, bundle, tensors, mailbox):
     )
     assert found == (tensors.mixture, tensors.scal)
     assert stub.launch().arguments(STATISTICS_PARAMS)["eps"] == pytest.approx(1e-6)
-    attnres_aot.publish(rows_of(2), mailbox, 0, bundle=bundle, pdl=True)
+    rows = rows_of(2)
+    assert attnres_aot.publish(rows, mailbox, 0, bundle=bundle, pdl=True) is rows
     assert stub.launch().arguments(PUBLISH_PARAMS)["mailbox"] == mailbox.data_ptr()
     assert stub.launch().pdl == 1
     assert stub.launch_count() == 2
@@ -287,3 +296,53 @@ def test_a_mailbox_of_a_peer_is_opened_or_refused(stub, monkeypatch, mailbox):
     assert asked == [(0, -1)]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     open_memory_of("mailbox", mailbox, elsewhere)
+
+
+def test_opcheck_passes(bundle, tensors, mailbox):
+    statistics, publisher = tensors.prepare(bundle), PreparedPublish(mailbox, 1, bundle)
+    operators = torch.ops.attnres_aot
+    torch.library.opcheck(operators.statistics, (statistics.handle, blocks_of(3), tensors.mixture, tensors.scal))
+    torch.library.opcheck(operators.publish, (publisher.handle, rows_of(3), publisher.token))
+
+
+def test_producers_compile_into_one_graph_with_the_consumers_of_what_they_make(stub, bundle, tensors, mailbox):
+    weights = (tensors.norm, tensors.query, tensors.norm)
+    statistics, publisher = tensors.prepare(bundle), PreparedPublish(mailbox[:2], 1, bundle)
+    taker = attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=2, has_delta=True), 1e-5, bundle)
+    taker.bind_statistics(tensors.mixture, tensors.scal, [3])
+    ring = attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=2, has_delta=True), 1e-5, bundle).bind_ring(mailbox[:2])
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(delta, prefix, blocks, out):
+        statistics.run(blocks)
+        taker.run(delta, prefix, blocks, out)
+        published = publisher.run(out * 2)
+        return ring.run_ring(prefix, blocks, out, after=published) * 1
+
+    model(rows_of(3), rows_of(3), blocks_of(3), rows_of(3))
+    launched = [bytes(stub.launch(index).symbol).decode() for index in range(stub.launch_count())]
+    images = {image.name: image.symbol for image in bundle.bundle.manifest.images}
+    assert launched == [
+        images[f"h{HIDDEN}-statistics-nb2"],
+        images[f"h{HIDDEN}-stats-delta"],
+        images[f"h{HIDDEN}-publish"],
+        images[f"h{HIDDEN}-nb2-delta-ring2"],
+    ]
+
+
+def test_a_publisher_stays_in_a_graph_whose_result_does_not_need_it(stub, bundle, mailbox):
+    publisher = PreparedPublish(mailbox, 0, bundle)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(rows):
+        publisher.run(rows)
+        return rows + 1
+
+    model(rows_of(3))
+    assert stub.launch_count() == 1
+
+
+def test_a_handle_of_another_object_is_refused(bundle, tensors, mailbox):
+    publisher = PreparedPublish(mailbox, 0, bundle)
+    with pytest.raises(UsageError, match=f"handle {publisher.handle} names no PreparedStatistics"):
+        torch.ops.attnres_aot.statistics(publisher.handle, blocks_of(3), tensors.mixture, tensors.scal)

@@ -1,0 +1,54 @@
+"""The custom operators by which compiled graphs launch producers.
+
+    statistics(SymInt handle, Tensor blocks, Tensor mixture!, Tensor scal!)
+    publish(SymInt handle, Tensor rows, Tensor token!)
+
+`handle` names a prepared producer that is alive. A compiler may pass copies of mixture and scal. A mailbox must never
+be copied, as other GPUs read it, so it is no argument: `token` is written instead, in name only, which keeps the launch
+in the graph, and in order for whoever takes the token after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnres_aot.runtime.producer import find_prepared
+
+
+def trace_statistics(prepared: Any, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    """Puts a launch of the statistics producer into the graph that is being traced."""
+    torch.ops.attnres_aot.statistics(prepared.handle, blocks, mixture, scal)
+
+
+def trace_publish(prepared: Any, rows: torch.Tensor, token: torch.Tensor) -> None:
+    """Puts a launch of the publisher into the graph that is being traced."""
+    torch.ops.attnres_aot.publish(prepared.handle, rows, token)
+
+
+def _statistics(handle: int, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    find_prepared(handle, "PreparedStatistics").with_outputs(mixture, scal).run(blocks)
+
+
+def _publish(handle: int, rows: torch.Tensor, token: torch.Tensor) -> None:
+    del token  # only orders
+    find_prepared(handle, "PreparedPublish").run(rows)
+
+
+def _nothing(*_: object) -> None:
+    """What the operators do to fake tensors: they return nothing and change no metadata."""
+
+
+_library: Any = torch.library.Library("attnres_aot", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(name: str, schema: str, implementation: Callable[..., None]) -> None:
+    _library.define(f"{name}(SymInt handle, {schema}) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    _library.impl(name, _nothing, "Meta")
+
+
+_define("statistics", "Tensor blocks, Tensor(a!) mixture, Tensor(b!) scal", _statistics)
+_define("publish", "Tensor rows, Tensor(a!) token", _publish)
