@@ -1,7 +1,7 @@
 """How many registers an image may use: the build fails above it.
 
-An image must leave room for as many CTAs on an SM as its launch constants promise, and must not need more than images of
-its kind did when they were last looked at: a change that costs registers is to be noticed, and then written down here.
+An image must leave room for as many CTAs on an SM as its launch constants promise, and must not need more than images
+of its kind did when they were last looked at: a change that costs registers is to be noticed and written down here.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import attnres_aot.plan
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.arch import Arch
 from attnres_aot.binary.prove import ImageFacts
@@ -23,8 +24,20 @@ from attnres_aot.errors import CompileError
 from attnres_aot.plan import Selection, plan
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
 from attnres_aot.tables import parse_table
+from attnres_aot.variants import SpecChoice, Variant, choices_for
 
 SM90 = Arch(9, 0)
+
+
+def one_choice(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
+    """Stands for `choices_for`: one image per variant, so that building is tested whatever launch shapes there are."""
+    return (SpecChoice(spec=dataclasses.replace(choices_for(variant, hidden)[0].spec, wide=False), max_rows=None),)
+
+
+@pytest.fixture(autouse=True)
+def _one_shape(monkeypatch) -> None:
+    monkeypatch.setattr(attnres_aot.plan, "choices_for", one_choice)
+
 
 FAKE_COMPILER = """
 import json, os, signal, sys, time

@@ -335,6 +335,7 @@ from attnres_aot.build.builder import build
 from attnres_aot.build.keys import BuildFacts
 from pathlib import Path
 assemble.prove_image = conftest.fake_proof
+conftest.attnres_aot.plan.choices_for = conftest.one_choice
 facts = BuildFacts(toolchain={"nvidia-cutlass-dsl": "4.8.1"}, package_version="1.2.3",
                    sources=dict.fromkeys(conftest.KERNEL_PARAMS, sys.argv[3]), compiler="fake_compiler")
 build(conftest._request(Path(sys.argv[2])), facts, conftest.Recorder())

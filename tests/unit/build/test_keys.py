@@ -48,6 +48,7 @@ CHANGES = [
     Change("delta", "spec", dataclasses.replace(SPEC, has_delta=False)),
     Change("final", "spec", dataclasses.replace(SPEC, final=True)),
     Change("slots", "spec", dataclasses.replace(SPEC, slots=1)),
+    Change("wide", "spec", dataclasses.replace(SPEC, wide=True)),
     Change("threads", "launch", {"threads": 256}),
     Change("arch-suffix", "arch", Arch(10, 0, "a")),
     Change("arch-minor", "arch", Arch(10, 3)),
