@@ -15,15 +15,17 @@ from attnres_aot.binary.cubin import read_cubin
 from attnres_aot.binary.disassembler import disassemble, find_disassembler
 from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.cli.bundle_argument import bundles_at
-from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_variant
+from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_producer, show_variant
 from attnres_aot.cli.options import json_option
 from attnres_aot.errors import UsageError, VariantMissError
-from attnres_aot.manifest import ImageRecord, VariantRecord, to_json
+from attnres_aot.manifest import ImageRecord, ProducerRecord, VariantRecord, to_json
 
 
 @click.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path), metavar="BUNDLE")
-@click.option("--variant", "variant_name", metavar="NAME", help="Show one variant in full, with its images.")
+@click.option(
+    "--variant", "variant_name", metavar="NAME", help="Show one variant or producer in full, with its images."
+)
 @click.option("--image", "image_name", metavar="NAME", help="Show one image in full, with what its binary says.")
 @click.option("--sass", is_flag=True, help="Add the disassembled code; with --variant or --image.")
 @json_option
@@ -43,14 +45,16 @@ def command(path: Path, *, variant_name: str | None, image_name: str | None, sas
     if len(found) > 1:
         raise UsageError(f"{str(path)!r} holds several bundles; choose one of {', '.join(each.name for each in found)}")
     bundle = read_bundle(found[0])
-    variant = None if variant_name is None else _variant(bundle, variant_name)
-    names = [choice.image for choice in variant.choices] if variant else [str(image_name)]
+    record = None if variant_name is None else _record(bundle, variant_name)
+    names = [choice.image for choice in record.choices] if record else [str(image_name)]
     views = [_view(bundle, _image(bundle, name), sass=sass) for name in names]
     if as_json:
-        click.echo(json.dumps(_part_as_json(bundle, variant, views), indent=1))
+        click.echo(json.dumps(_part_as_json(bundle, record, views), indent=1))
         return
-    if variant is not None:
-        show_variant(bundle, variant)
+    if isinstance(record, VariantRecord):
+        show_variant(bundle, record)
+    elif record is not None:
+        show_producer(bundle, record)
     for view in views:
         show_image(view)
 
@@ -65,11 +69,14 @@ def _whole(bundles: list[Bundle], *, as_json: bool, listed: bool) -> None:
         show_bundle(bundles[0])
 
 
-def _variant(bundle: Bundle, name: str) -> VariantRecord:
-    for variant in bundle.manifest.variants:
-        if variant.name == name:
-            return variant
-    raise VariantMissError(_miss(bundle, "variant", name, [variant.name for variant in bundle.manifest.variants]))
+def _record(bundle: Bundle, name: str) -> VariantRecord | ProducerRecord:
+    """Returns the variant or producer of a name."""
+    manifest = bundle.manifest
+    records: tuple[VariantRecord | ProducerRecord, ...] = (*manifest.variants, *manifest.producers)
+    for record in records:
+        if record.name == name:
+            return record
+    raise VariantMissError(_miss(bundle, "variant or producer", name, [record.name for record in records]))
 
 
 def _image(bundle: Bundle, name: str) -> ImageRecord:
@@ -124,11 +131,14 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _part_as_json(bundle: Bundle, variant: VariantRecord | None, views: Iterable[ImageView]) -> dict[str, Any]:
+def _part_as_json(
+    bundle: Bundle, record: VariantRecord | ProducerRecord | None, views: Iterable[ImageView]
+) -> dict[str, Any]:
+    kind = "variant" if isinstance(record, VariantRecord) else "producer"
     return {
         "path": str(bundle.path),
         "arch": to_json(bundle.manifest.arch),
-        **({"variant": to_json(variant)} if variant else {}),
+        **({kind: to_json(record)} if record else {}),
         "images": [
             {
                 "record": to_json(view.record),

@@ -15,7 +15,7 @@ from attnres_aot.binary.cubin import CubinFacts
 from attnres_aot.bundle import Bundle
 from attnres_aot.cli.inspect_tables import image_lines, producer_lines, variant_lines
 from attnres_aot.cli.wording import count, pairs
-from attnres_aot.manifest import ImageRecord, Manifest, VariantRecord
+from attnres_aot.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord
 
 LABEL_WIDTH = 13
 """Characters of the names of facts."""
@@ -55,8 +55,10 @@ def show_bundle(bundle: Bundle) -> None:
     """Prints a whole bundle: what it is, its images, its variants and its producers by kind."""
     console, manifest = _console(), bundle.manifest
     _print_facts(console, str(bundle.path), _header(manifest))
-    tables = [image_lines(manifest), variant_lines(manifest)]
-    for table in [*tables, producer_lines(manifest)] if manifest.producers else tables:
+    tables = [image_lines(manifest)]
+    tables += [variant_lines(manifest)] if manifest.variants else []
+    tables += [producer_lines(manifest)] if manifest.producers else []
+    for table in tables:
         console.print()
         for line in table:
             console.print(line)
@@ -78,6 +80,19 @@ def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
         *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in variant.choices),
     ]
     _print_facts(_console(), variant.name, facts)
+
+
+def show_producer(bundle: Bundle, producer: ProducerRecord) -> None:
+    """Prints one producer in full; its images are shown apart."""
+    manifest = bundle.manifest
+    makes = "rows of a mailbox" if producer.nb is None else f"statistics of {count(producer.nb, 'saved block')}"
+    facts = [
+        ("bundle", f"{bundle.path} ({manifest.arch.proven}: {parse_arch(manifest.arch.proven).rule()})"),
+        ("makes", makes),
+        ("(tp,dcp)", pairs(producer.deployments)),
+        *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in producer.choices),
+    ]
+    _print_facts(_console(), producer.name, facts)
 
 
 def show_image(view: ImageView) -> None:

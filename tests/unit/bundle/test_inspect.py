@@ -109,6 +109,16 @@ def test_one_image_in_full_for_programs(bundle, capsys):
     assert (image["binary"]["arch"], image["binary"]["kernels"][0]["registers"]) == ("sm_100", 8)
 
 
+def test_one_producer_in_full(bundle, capsys):
+    out = run(capsys, bundle.path, "--variant", "statistics-nb2")
+    for part in ("statistics of 2 saved blocks", "h2048-statistics-nb2, for any number of rows", "blocks_block_stride"):
+        assert part in out
+    assert "rows of a mailbox" in run(capsys, bundle.path, "--variant", "publish")
+    shown = json.loads(run(capsys, bundle.path, "--variant", "publish", "--json"))
+    assert shown["producer"] == bundle.read()["producers"][1]
+    assert [image["serves"] for image in shown["images"]] == [["publish"]]
+
+
 def test_an_image_of_a_producer_in_full(bundle, capsys):
     out = run(capsys, bundle.path, "--image", "h2048-publish")
     lines = [line.split() for line in out.splitlines()]
@@ -125,7 +135,7 @@ def test_json_holds_the_whole_manifest(bundle, capsys):
 
 def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
     message = refused(capsys, 1, bundle.path, "--variant", "nb1-delta-write2")
-    assert "no variant 'nb1-delta-write2' among the 22 of" in message
+    assert "no variant or producer 'nb1-delta-write2' among the 24 of" in message
     assert "nearest: nb1-delta-write1," in message
     assert "no image 'x' among the 14" in refused(capsys, 1, bundle.path, "--image", "x")
 
