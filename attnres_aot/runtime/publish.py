@@ -25,7 +25,7 @@ class PreparedPublish(PreparedProducer):
     launched on the same stream in between has done so; between GPUs the caller has to order it.
 
     The default launch is ordered after everything earlier on the stream. With `pdl=True` a launch may start early but
-    waits for its predecessor before it reads the rows, so that is as safe.
+    waits for its predecessor, and whatever that has waited for, before it reads the rows or writes any.
     """
 
     __slots__ = ("_mailbox", "_slot", "token")
