@@ -1,4 +1,4 @@
-"""Bundle folders: reading, writing and verifying them. The reader, which deployments import, is offered here."""
+"""Bundle folders: reading, checking and writing them. The reader, which deployments import, is offered here."""
 
 from attnres_aot.bundle.reader import (
     MAX_MANIFEST_BYTES,

@@ -49,7 +49,7 @@ LAYERS = [
     Layer("bench.command", ("cutlass", "numpy", *BUILD_TOOLS)),
     Layer("tune.command", ("cutlass", "numpy", *BUILD_TOOLS)),
     Layer("selftest", ("cutlass", "numpy", *BUILD_TOOLS)),
-    Layer("bundle.verify", ("cutlass", "torch", "numpy", "cuda", "click", "yaml", "rich")),
+    Layer("verify", ("cutlass", "torch", "numpy", "cuda", "click", "yaml", "rich")),
     Layer("compiler", (*HEAVY, *BUILD_TOOLS), ("errors", "arch", "abi", "variants")),
     Layer("runtime.doctor", ("cutlass", "torch", *BUILD_TOOLS)),
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.bundle.verify import verify_bundle
+from attnres_aot.verify import verify_bundle
 
 CONFIG = """\
 name: small

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from attnres_aot.bundle.verify import verify_bundle
 from attnres_aot.cli import main
 from attnres_aot.manifest import MANIFEST_NAME
+from attnres_aot.verify import verify_bundle
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103", "sm_120a"])

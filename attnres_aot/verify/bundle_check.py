@@ -10,11 +10,11 @@ from pathlib import Path
 from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
 from attnres_aot.binary.prove import launch_problems
-from attnres_aot.bundle.manifest_audit import audit_problems, derivation_problems, is_of_this_release
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import Bundle, read_image, read_manifest_bytes
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, dump_manifest, load_manifest
+from attnres_aot.verify.manifest_audit import audit_problems, derivation_problems, is_of_this_release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
