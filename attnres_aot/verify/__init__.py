@@ -1,4 +1,4 @@
-"""Verifying bundles: a manifest's promises against each other, the files, the binaries and a build of today's sources."""
+"""Verifying bundles: the manifest against itself, the files, the binaries, and what would be built today."""
 
 from attnres_aot.verify.bundle_check import VerifyReport, verify_bundle
 
