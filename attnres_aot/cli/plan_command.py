@@ -56,7 +56,12 @@ def _show(plans: list[Plan]) -> None:
             console.print(line(_cells(row, source), columns, _WORDS))
     _show_producers(console, first)
     console.print("\n[dim]Rows of a source share images: the written block, the aux copy and the[/]")
-    console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]\n")
+    console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]")
+    limits = sorted({choice.max_rows for each in first.variants for choice in each.choices if choice.max_rows})
+    if limits:
+        text = ", ".join(map(str, limits))
+        console.print(f"[dim]Some variants have images of their own for few rows: up to {text}.[/]")
+    console.print()
     for each in plans:
         console.print(f"[bold]{each.bundle_name}[/]: for {each.arch.rule()}")
 

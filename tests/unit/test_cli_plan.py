@@ -8,7 +8,8 @@ import pytest
 
 from attnres_aot.arch import parse_arch
 from attnres_aot.cli import main
-from attnres_aot.cli.plan_rows import ranges, sources
+from attnres_aot.cli.plan_rows import sources
+from attnres_aot.cli.wording import ranges
 from attnres_aot.config import DEFAULT_CONFIG, load_config
 from attnres_aot.plan import Selection, plan
 
@@ -31,6 +32,13 @@ def test_table_counts_variants_and_images_and_says_for_whom(capsys):
     assert "producers: 9 images, one each" in lines
     assert "  statistics of 1-8 saved blocks" in lines
     assert lines[-1] == "kimi_k3-sm_100: for compute capability 10.0 and later 10.x"
+
+
+def test_row_counts_with_images_of_their_own_are_named(capsys):
+    limits = {choice.max_rows for each in plan(K3, SM_100).variants for choice in each.choices} - {None}
+    note = "Some variants have images of their own for few rows: up to " + ", ".join(map(str, sorted(limits)))
+    assert (f"{note}.\n" in show(capsys, "--arch", "sm_100")) == bool(limits)
+    assert "for few rows" not in show(capsys, "--arch", "sm_100", "--only", "nb0-write0")
 
 
 def test_table_fits_a_terminal_of_80_columns(capsys):
