@@ -29,7 +29,7 @@ MAX_BLOCKS = 8
 """Most saved blocks that one consumer reads."""
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
-NARROW_ROWS = 8
+NARROW_ROWS = 16
 """Most rows for which a consumer of saved blocks has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
 
 STATISTICS, PUBLISH = "statistics", "publish"
