@@ -33,7 +33,7 @@ BUDGETS = [
     Budget("no blocks", consumer(nb=0, wide=True), 48),
     Budget("one slot", consumer(slots=1), 96),
     Budget("some slots", consumer(slots=2), 128),
-    Budget("statistics taken", consumer(nb=None, slots=1), 64),
+    Budget("statistics taken", consumer(nb=None, slots=1), 72),
     Budget("statistics and slots", consumer(nb=None, slots=8), 96),
     Budget("statistics and many slots", consumer(nb=None, slots=9), 128),
     Budget("statistics made", StatisticsSpec(hidden=7168, nb=8), 88),

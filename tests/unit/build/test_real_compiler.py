@@ -93,8 +93,11 @@ def test_an_unchanged_build_takes_less_than_a_second_and_loads_nothing_heavy(bui
 @pytest.mark.parametrize(("model", "arch"), [("odd-cluster", "sm_90"), ("widest", "sm_100")])
 def test_another_model_builds_and_verifies(model, arch, tmp_path):
     """The largest images of each kind; the build itself refuses spills and too many registers."""
-    only = [f"--only={pattern}" for pattern in ("nb0-write0", "*-final-ring*-aux", "*-final-ring*-stats")]
+    only = [
+        f"--only={pattern}"
+        for pattern in ("nb0-write0", "nb3-delta-aux-stats", "*-final-ring*-aux", "*-final-ring*-stats")
+    ]
     run(tmp_path, "--arch", arch, *only, "--out", "out", seed="1", config=OTHER_MODELS[model])
     found = verify_bundle(tmp_path / "out" / f"other-{arch}")
     assert found.problems == ()
-    assert [image.kernel for image in found.manifest.images].count("consumer") == 3
+    assert [image.kernel for image in found.manifest.images].count("consumer") == 4
