@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +31,10 @@ from attnres_aot.checking.bare import (
     draw_bare,
     rows_for,
 )
+from attnres_aot.checking.cases import MAX_ROWS
 from attnres_aot.checking.loaded import LoadedConsumer
 from attnres_aot.checking.suite import bundle_variants
-from attnres_aot.selftest import parse_rows
+from attnres_aot.row_counts import parse_rows
 
 
 def launch_all(consumer: LoadedConsumer, rows: tuple[int, ...]) -> int:
@@ -91,15 +92,16 @@ def plant(consumer: LoadedConsumer, defect: str) -> int:
     return 0
 
 
-def main() -> int:
-    """Runs the program."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program with `arguments`, or the command line's; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("bundle")
     parser.add_argument("--rows", default="1,3", help="row counts (default: %(default)s)")
     parser.add_argument("--plant", choices=("freed", "unwritten"), help="launch once with this defect instead")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    rows = parse_rows(args.rows, MAX_ROWS)
     consumer = LoadedConsumer.open(args.bundle)
-    return plant(consumer, args.plant) if args.plant else launch_all(consumer, parse_rows(args.rows))
+    return plant(consumer, args.plant) if args.plant else launch_all(consumer, rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnres_aot import reference
 from attnres_aot.checking.arena import BLOCK_MAJOR, DENSE, PADDED, Arena, Layout, build_arena
 from attnres_aot.checking.inputs import BANK_ROWS, FAMILIES, Bank, draw_bank
+from attnres_aot.errors import UsageError
 from attnres_aot.reference import Expected, Operands
 from attnres_aot.variants import Variant
 
@@ -18,6 +19,8 @@ ROW_COUNTS = (1, 2, 3, 7, 16, 63, 64)
 """Row counts that are checked unless others are asked for."""
 MAX_ROWS = BANK_ROWS // 2
 """Most rows of one case."""
+STARTS = BANK_ROWS - MAX_ROWS
+"""Rows of a bank at which a case of any row count may start: 0 to STARTS - 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +112,26 @@ def cases_for(variant: Variant, row_counts: Sequence[int], salt: int = 0) -> Ite
         odd = (i + salt) % 2 == 1
         # A dense case starts at a well-behaved row; the others move through the families.
         dense_start = len(FAMILIES) * ((salt + i) % 3)
-        moved = (5 * salt + 7 * i) % (BANK_ROWS - MAX_ROWS)
+        moved = (5 * salt + 7 * i) % STARTS
         for layout, eps, out_eps, steep, start in (
             (DENSE, 1e-5, 1e-5, False, dense_start),
             (PADDED, 1e-6, 1e-6 if odd else 1e-5, False, moved),
-            (BLOCK_MAJOR, 1e-6 if odd else 1e-5, 1e-6, True, (moved + 11) % (BANK_ROWS - MAX_ROWS)),
+            (BLOCK_MAJOR, 1e-6 if odd else 1e-5, 1e-6, True, (moved + 11) % STARTS),
         ):
             yield Case(variant=variant, rows=rows, layout=layout, eps=eps, out_eps=out_eps, steep=steep, start=start)
 
 
 def prepare(case: Case, banks: Banks) -> Prepared:
-    """Allocates the memory of a case, fills in its inputs and computes what the launch must write."""
+    """Allocates the memory of a case, fills in its inputs and computes what the launch must write.
+
+    Raises:
+      UsageError: the case reaches beyond its bank.
+    """
+    if case.rows < 1 or case.start < 0 or case.start + case.rows > BANK_ROWS:
+        raise UsageError(
+            f"{case}: rows {case.start} to {case.start + case.rows - 1} of the inputs are asked for; there are rows 0 "
+            f"to {BANK_ROWS - 1}, so start below {STARTS}"
+        )
     bank = banks.steep if case.steep else banks.mild
     arena = build_arena(
         case.variant,
