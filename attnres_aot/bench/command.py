@@ -60,6 +60,8 @@ class Request:
     """Processes of the cold-start part."""
     soak: int
     """Launches of a soak; 0: none."""
+    soak_seconds: float
+    """Time limit of the soak."""
     save: Path | None
     """Where the result is written as JSON."""
     compare: tuple[Path, ...]
@@ -98,6 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="few row counts and repeats, PDL on and warm L2 only unless asked for"
     )
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="also launch N times from 8 threads")
+    parser.add_argument(
+        "--soak-seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="time limit of the soak; fewer launches within it are a failure (default: %(default)g)",
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the result to FILE, as JSON")
     parser.add_argument(
         "--compare",
@@ -144,6 +153,8 @@ def read_request(args: argparse.Namespace) -> Request:
     """
     if not 0 <= args.soak <= _MAX_SOAK:
         raise UsageError(f"--soak {args.soak}: a number of launches from 0 to {_MAX_SOAK} is wanted")
+    if not 0 < args.soak_seconds <= _MAX_SOAK:
+        raise UsageError(f"--soak-seconds {args.soak_seconds:g}: a time above 0 is wanted, at most {_MAX_SOAK} s")
     if not 0 <= args.threshold <= 1000:
         raise UsageError(f"--threshold {args.threshold:g}: percent from 0 to 1000 are wanted")
     if args.load is not None and not args.compare:
@@ -159,6 +170,7 @@ def read_request(args: argparse.Namespace) -> Request:
         effort=QUICK if args.quick else STANDARD,
         processes=1 if args.quick else 3,
         soak=args.soak,
+        soak_seconds=args.soak_seconds,
         save=args.save,
         compare=tuple(args.compare),
         threshold=args.threshold / 100,
@@ -178,7 +190,7 @@ def measure(loaded: LoadedBundle, request: Request, echo: Echo) -> Report:
         host = measure_host(rig, partial(host_times_us, effort=request.effort, device=device))
         report = replace(report, host=host)
     if request.soak:
-        report = replace(report, soak=soak(rig, CudaMachine(device), request.soak))
+        report = replace(report, soak=soak(rig, CudaMachine(device), request.soak, request.soak_seconds, echo))
     if "cold-start" in request.parts:
         torch.cuda.empty_cache()
         cold = measure_cold_start(loaded.bundle.path, str(device), request.processes)

@@ -14,6 +14,7 @@ from attnres_aot.checking.cases import Banks, Case, cases_for, prepare
 from attnres_aot.checking.check import Verdict, judge, ulp_limit
 from attnres_aot.errors import AttnResError, DriverError
 from attnres_aot.manifest import Manifest
+from attnres_aot.runtime.fault import read_fault
 from attnres_aot.variants import Variant, parse_variant
 
 LAUNCH_SECONDS = 20.0
@@ -146,16 +147,22 @@ def wait(device: torch.device, what: str, seconds: float = LAUNCH_SECONDS) -> No
     """Waits for the device's current stream, but not for ever.
 
     Raises:
-      DeviceLostError: the stream did not come to its end within `seconds`.
+      DeviceLostError: the stream did not come to its end within `seconds`, or the device failed; says which ring
+        consumer gave up, if one did.
     """
     if device.type != "cuda":
         return
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
     deadline = time.monotonic() + seconds
-    while not event.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() > deadline:
-            raise DeviceLostError(f"{what}: the launch did not finish within {seconds:g} s")
+    try:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise DeviceLostError(f"{what}: the launch did not finish within {seconds:g} s")
+    except DeviceLostError:
+        raise
+    except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
+        raise DeviceLostError(f"{what}: {read_fault() or f'the device failed: {error}'}") from error
 
 
 def bundle_variants(manifest: Manifest) -> list[Variant]:

@@ -232,7 +232,11 @@ def test_without_a_budget_it_waits_until_the_row_comes(kind, choose, consumer, b
         with torch.cuda.stream(publisher):
             source[fragment].view(torch.int32).copy_(values[fragment].view(torch.int32))
 
-    publish()  # so that everything is loaded: loading may wait for the kernel that waits for what is loaded
+    # Everything is launched once, alone: loading may wait for the kernel that waits for what is loaded. No stream here
+    # waits for another, so what one reads must be there before it starts.
+    torch.cuda.synchronize(consumer.device)
+    publish()
+    torch.cuda.synchronize(consumer.device)
     launch()
     torch.cuda.synchronize(consumer.device)
     refill(prepared)

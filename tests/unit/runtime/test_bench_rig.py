@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +207,7 @@ LAUNCHES = 4000
 def test_a_soak_launches_all_it_was_asked_for(rig: Rig, stub) -> None:
     stub.lib.stub_record(0)
     machine = FakeMachine()
-    found = soak.soak(rig, machine, LAUNCHES)
+    found = soak.soak(rig, machine, LAUNCHES, 60, print)
     assert found.problems == ()
     assert (found.launches, found.threads, found.streams) == (LAUNCHES, 8, 2)
     assert machine.drains >= 2 * soak.THREADS
@@ -222,15 +223,74 @@ def test_a_soak_launches_every_kind(rig: Rig) -> None:
 
 def test_a_soak_reports_what_a_launch_raises(rig: Rig, stub) -> None:
     stub.fail("cuLaunchKernelEx", 700, after=LAUNCHES // 2)
-    found = soak.soak(rig, FakeMachine(), LAUNCHES)
+    found = soak.soak(rig, FakeMachine(), LAUNCHES, 60, print)
     assert any("DriverError" in problem and "CUDA_ERROR_ILLEGAL_ADDRESS" in problem for problem in found.problems)
     assert found.launches < LAUNCHES
+
+
+def test_a_soak_ends_at_its_time_limit_and_says_so(rig: Rig, stub) -> None:
+    stub.lib.stub_record(0)
+    found = soak.soak(rig, FakeMachine(), 10**9, 0.3, print)
+    (problem,) = found.problems
+    assert f"{found.launches} of 1000000000 launches within 0.3 s" in problem
+    assert "--soak-seconds" in problem
+    assert found.launches > 0
+    assert found.seconds < 20
+
+
+def test_a_soak_reports_threads_that_hang_in_a_launch(rig: Rig, stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.lib.stub_record(0)
+    monkeypatch.setattr(soak, "DRAIN_SECONDS", 0.2)
+    released = threading.Event()
+
+    class Stuck(FakeMachine):
+        def drain(self) -> None:
+            if threading.current_thread().name == "soak-3":
+                released.wait(20)
+
+    found = soak.soak(rig, Stuck(), LAUNCHES, 0.3, print)
+    released.set()
+    assert [problem for problem in found.problems if problem.startswith("1 threads hang in a launch")]
+
+
+def test_a_soak_reports_a_device_that_cannot_be_looked_at(rig: Rig, stub) -> None:
+    stub.lib.stub_record(0)
+
+    class Lost(FakeMachine):
+        looks = 0
+
+        def memory(self) -> tuple[int, int]:
+            self.looks += 1
+            if self.looks == 3:
+                raise RuntimeError("launch failure")
+            return 0, 0
+
+    found = soak.soak(rig, Lost(), LAUNCHES, 60, print)
+    assert found.problems == ("looking at memory: RuntimeError: launch failure",)
+
+
+def test_a_soak_says_how_far_it_is(rig: Rig, stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.lib.stub_record(0)
+    monkeypatch.setattr(soak, "_SAY_SECONDS", 0.0)
+    said: list[str] = []
+    soak.soak(rig, FakeMachine(), LAUNCHES, 60, said.append)
+    assert any(f"of {LAUNCHES} launches after" in line for line in said)
+
+
+def test_a_soak_fills_mailboxes_with_the_publisher_of_the_bundle(stub, bundles) -> None:
+    loaded = api.load(bundles.write(["nb2-delta-ring1", "nb2-delta"], producers=["publish"]))
+    rig = Rig(loaded, FakeTimer(), L2_BYTES)
+    loads = {load.job.variant.slots: load for load in soak.thread_loads(rig, 0)}
+    for slots, launches in ((0, 1), (1, 2)):
+        before = stub.launch_count()
+        loads[slots].call()
+        assert stub.launch_count() - before == loads[slots].launches == launches
 
 
 def test_a_soak_reports_growth(rig: Rig, stub) -> None:
     stub.lib.stub_record(0)
     leak = soak.HOST_SLACK_BYTES + 1
-    found = soak.soak(rig, FakeMachine(used=[(0, 0), (0, 0), (100, 5), (100 + leak, 5)]), LAUNCHES)
+    found = soak.soak(rig, FakeMachine(used=[(0, 0), (0, 0), (100, 5), (100 + leak, 5)]), LAUNCHES, 60, print)
     assert (found.host_growth_bytes, found.device_growth_bytes) == (leak, 0)
     assert [problem for problem in found.problems if "host memory grew by" in problem] == list(found.problems)
     assert soak.growth_problems(0, soak.DEVICE_SLACK_BYTES + 1)[0].startswith("device memory grew by")
@@ -242,7 +302,7 @@ def test_a_soak_reports_bits_that_change(rig: Rig, stub, monkeypatch: pytest.Mon
     load_class = soak.Load
     count = iter(range(1 << 30))
     monkeypatch.setattr(load_class, "checked", lambda self: torch.tensor(next(count)))
-    found = soak.soak(rig, FakeMachine(), LAUNCHES)
+    found = soak.soak(rig, FakeMachine(), LAUNCHES, 60, print)
     assert "gives other bits after the soak than before" in found.problems[0]
     assert "thread 0: nb2" in found.problems[0] or "thread 0: nb0" in found.problems[0]
 
@@ -306,6 +366,7 @@ class TestCommand:
         for arguments, text in (
             (("--rows", "0"), "--rows '0': row counts from 1 to 4096"),
             (("--soak", "-1"), "--soak -1: a number of launches"),
+            (("--soak-seconds", "0"), "--soak-seconds 0: a time above 0"),
             (("--threshold", "-5"), "--threshold -5: percent"),
             (("--variants", "nb9*"), "--variants 'nb9*' matches none"),
             (("--compare", "gone.json"), "gone.json: cannot be read"),
