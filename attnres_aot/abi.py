@@ -11,7 +11,8 @@ them reach 32 GiB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from attnres_aot.records import dataclass
 
 KIND_BYTES = {"pointer": 8, "i32": 4, "i64": 8, "f32": 4}
 """Bytes of one parameter, by kind."""

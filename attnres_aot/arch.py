@@ -7,9 +7,9 @@ Z >= Y; `sm_XYf` runs within its family (same major, Z >= Y); `sm_XYa` runs on X
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from attnres_aot.errors import UsageError, did_you_mean
+from attnres_aot.records import dataclass
 
 _NAME = re.compile(r"sm_([1-9][0-9]*)([0-9])([af]?)")
 

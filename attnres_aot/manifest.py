@@ -12,11 +12,11 @@ import json
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from attnres_aot.abi import Param
 from attnres_aot.errors import BundleError
+from attnres_aot.records import dataclass
 
 SCHEMA = 1
 """Number of the manifest format that this package reads and writes."""

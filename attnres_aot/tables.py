@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-from dataclasses import dataclass
 
 from attnres_aot.errors import UsageError
+from attnres_aot.records import dataclass
 
 Value = int | tuple[int, ...] | str
 """What an entry maps to: an integer, a dotted tuple of integers, or a name."""

@@ -16,10 +16,11 @@ Names have one writer (`str`) and one parser (`parse_variant`, `parse_producer`)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from attnres_aot.errors import UsageError
+from attnres_aot.records import dataclass
 
 ELEMS_PER_CTA = 1024
 """Row elements that one CTA handles; a row of hidden size c * 1024 is one cluster of c CTAs."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.bundle.manifest_check import MAX_IMAGE_BYTES, manifest_problems, name_problem
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, load_manifest
+from attnres_aot.records import dataclass
 
 MAX_MANIFEST_BYTES = 16 << 20
 """Largest manifest that a reader accepts."""

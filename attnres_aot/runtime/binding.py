@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from attnres_aot.errors import OperandError
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.fault import RingLaunch, fault_arguments
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import mailbox_problems

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from attnres_aot.errors import OperandError
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.variants import Variant

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.weights import AttnResWeights
 from attnres_aot.variants import Variant
 

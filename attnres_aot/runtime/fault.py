@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from dataclasses import dataclass
 
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.driver import Current, open_driver
 from attnres_aot.variants import Variant
 

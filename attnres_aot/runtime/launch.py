@@ -16,13 +16,13 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from attnres_aot.errors import DriverError
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.driver import INVALID_CONTEXT, Current, Driver
 from attnres_aot.runtime.fault import read_fault
 from attnres_aot.runtime.library import LoadedKernel

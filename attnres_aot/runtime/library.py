@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass
 
 from attnres_aot.abi import Param
 from attnres_aot.bundle import Bundle, read_image
 from attnres_aot.errors import BundleError, DriverError
 from attnres_aot.manifest import ImageRecord
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.driver import Current, Driver, open_driver
 from attnres_aot.runtime.torch_device import TorchDevice
 

@@ -7,11 +7,11 @@ Every problem of one call is reported together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from attnres_aot.errors import OperandError
+from attnres_aot.records import dataclass
 
 ALIGNMENT = 16
 """Bytes to which every row must be aligned."""

@@ -7,11 +7,11 @@ current device. Torch's own cheap functions for both are private, so each has a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from attnres_aot.errors import DriverError, OperandError, UsageError
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.driver import open_driver
 
 
