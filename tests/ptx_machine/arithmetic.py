@@ -136,4 +136,4 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "rcp.approx.ftz.f32": approximate(torch.reciprocal, ftz=True),
     "cvt.rn.bf16x2.f32": pack_bf16,
 }
-"""Opcode -> its result from its operands; the types of immediate operands are those of the destination or the others."""
+"""Opcode -> its result from its operands."""
