@@ -3,7 +3,8 @@
 #
 #     scripts/measure.sh BUNDLE FOLDER [PART ...]     parts: gpu host soak (the default), tune
 #
-# FOLDER receives measure.log, a JSON file per part and, with tune, kimi_k3.yaml with measured tables. The kernels are
+# FOLDER receives measure.log, a JSON file per part and, with tune, kimi_k3.yaml with measured tables; tune needs the
+# bundle of configs/kimi_k3_all.yaml, which has every statistics variant. The kernels are
 # compared with the published ones in docs/peers. Exit status: 0 all parts ran and passed, 1 one did not, 2 misuse.
 #
 #     GPU_PYTHON     a python with torch (default: python3)
@@ -46,7 +47,10 @@ run_parts() {
                 ;;
             host) measure host 50 bench "$bundle" --part host --part cold-start --save "$folder/host.json" ;;
             soak) measure soak 75 bench "$bundle" --part none --soak "$launches" --save "$folder/soak.json" ;;
-            tune) measure tune 90 tune "$bundle" --out "$folder/kimi_k3.yaml" --save "$folder/tune.json" ;;
+            tune)
+                measure tune 120 tune "$bundle" --config configs/kimi_k3.yaml --rule after --out "$folder/kimi_k3.yaml" \
+                    --save "$folder/tune.json"
+                ;;
             *)
                 echo "no part '$part'; choose from gpu, host, soak, tune" >&2
                 failed=1

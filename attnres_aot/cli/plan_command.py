@@ -17,8 +17,8 @@ from attnres_aot.config import load_config
 from attnres_aot.manifest import to_json
 from attnres_aot.plan import Plan, Selection, plan
 
-_HEADER = ("where in the model", "nb", "consumer", "plain", "aux", "stats", "both", "images", "")
-_WORDS = 3  # columns of words; the rest are counts, but for the last
+_HEADER = ("in the model", "nb", "consumer", "plain", "aux", "stats", "both", "images", "")
+_WORDS = 3  # columns of words; the rest are counts, but for the last, which is empty
 
 
 @click.command("plan")
@@ -48,12 +48,16 @@ def _show(plans: list[Plan]) -> None:
         f"{count(config.model.blocks, 'saved block')} (nb); (tp, dcp): {deployments}[/]\n"
     )
     grouped = sources(first)
-    columns = widths([_HEADER, *(_cells(row, source) for source in grouped for row in source.rows)])
+    columns = widths([_HEADER, *(_cells(row) for source in grouped for row in source.rows)])
     console.print(f"[dim]{line(_HEADER, columns, _WORDS)}[/]")
     for source in grouped:
         console.print(f"[bold]{source_name(source.slots)}[/]: {_source_facts(source, first)}")
-        for row in source.rows:
-            console.print(line(_cells(row, source), columns, _WORDS))
+        users = source.deployments
+        for row in sorted(source.rows, key=lambda row: (row.deployments != source.deployments, row.deployments)):
+            if row.deployments != users:
+                users = row.deployments
+                console.print(f"  [dim]for {pairs(users)} alone:[/]")
+            console.print(line(_cells(row), columns, _WORDS))
     _show_producers(console, first)
     console.print("\n[dim]Rows of a source share images: the written block, the aux copy and the[/]")
     console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]")
@@ -87,10 +91,9 @@ def _source_facts(source: Source, shown: Plan) -> str:
     return f"{count(source.variants, 'variant')}, {count(source.images, 'image')}, for {users}"
 
 
-def _cells(row: Row, source: Source) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, ...]:
     counts = [str(count or "-") for count in (row.plain, row.aux, row.stats, row.aux_stats)]
-    note = "" if row.deployments == source.deployments else f"only {pairs(row.deployments)}"
-    return (row.where, row.blocks, row.consumer, *counts, str(row.images), note)
+    return (row.where, row.blocks.replace(", ", ","), row.consumer, *counts, str(row.images), "")
 
 
 def _as_json(shown: Plan) -> dict[str, Any]:

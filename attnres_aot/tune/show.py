@@ -113,4 +113,5 @@ def comment_lines(
 
 def _numbers(cell: Cell, rule: str) -> str:
     found, without = cell.times(rule)
-    return f"{without:.2f}|{found:.2f}" + ("" if rule == READY else f"|{cell.ready_us:.2f}")
+    shown = (without, found) if rule == READY else (without, found, cell.ready_us)
+    return "|".join(f"{us:.2f}" if us < 9.995 else f"{us:.1f}" for us in shown)  # so that three fit a column

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from attnres_aot.config import DEFAULT_CONFIG, load_config
 from attnres_aot.plan import Selection, plan
 
 SM_100 = parse_arch("sm_100")
-K3 = load_config(DEFAULT_CONFIG)
+ALL = Path(__file__).parents[2] / "configs" / "kimi_k3_all.yaml"
+K3 = load_config(ALL)
 
 
 def show(capsys, *arguments):
@@ -25,13 +27,20 @@ def show(capsys, *arguments):
 
 
 def test_table_counts_variants_and_images_and_says_for_whom(capsys):
-    lines = show(capsys, "--arch", "sm_100").splitlines()
-    assert lines[0] == "kimi_k3: 386 variants and 9 producers served by 107 images, for each arch"
+    lines = show(capsys, "--arch", "sm_100", "--config", str(ALL)).splitlines()
+    assert lines[0] == "kimi_k3_all: 386 variants and 9 producers served by 107 images, for each arch"
     assert "ordinary source: 98 variants, 38 images, for every (tp, dcp)" in lines
     assert "mailbox of 8 slots: 96 variants, 20 images, for (8,1) (8,8)" in lines
     assert "producers: 9 images, one each" in lines
     assert "  statistics of 1-8 saved blocks" in lines
-    assert lines[-1] == "kimi_k3-sm_100: for compute capability 10.0 and later 10.x"
+    assert lines[-1] == "kimi_k3_all-sm_100: for compute capability 10.0 and later 10.x"
+
+
+def test_without_a_configuration_the_shipped_one_is_planned(capsys):
+    lines = show(capsys, "--arch", "sm_100").splitlines()
+    assert lines[0] == "kimi_k3: 284 variants and 5 producers served by 103 images, for each arch"
+    assert "  for (16,1) (16,16) alone:" in lines
+    assert "  statistics of 4, 7-8 saved blocks" in lines
 
 
 def test_row_counts_with_images_of_their_own_are_named(capsys):
@@ -41,8 +50,9 @@ def test_row_counts_with_images_of_their_own_are_named(capsys):
     assert "for few rows" not in show(capsys, "--arch", "sm_100", "--only", "nb0-write0")
 
 
-def test_table_fits_a_terminal_of_80_columns(capsys):
-    assert max(map(len, show(capsys, "--arch", "sm_100").splitlines())) <= 80
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, ALL], ids=lambda path: path.stem)
+def test_table_fits_a_terminal_of_80_columns(config, capsys):
+    assert max(map(len, show(capsys, "--arch", "sm_100", "--config", str(config)).splitlines())) <= 80
 
 
 def test_rows_hold_every_variant_once():
@@ -55,18 +65,17 @@ def test_rows_hold_every_variant_once():
 
 def test_rows_split_where_the_tables_differ(tmp_path, capsys):
     path = tmp_path / "c.yaml"
-    text = DEFAULT_CONFIG.read_text().replace('blocks: "1-8:1"', 'blocks: "2-3:1,5:1"').replace("1-64:1", "1-64:0", 1)
+    text = ALL.read_text().replace('blocks: "1-8:1"', 'blocks: "2-3:1,5:1"').replace("1-64:1", "1-64:0", 1)
     path.write_text(text)
     out = show(capsys, "--arch", "sm_100", "--config", str(path))
-    assert (
-        "  before attn, MLP    2-3, 5     delta                   -    -      3     3       1  only (8,8) (16,1)" in out
-    )
-    assert "  before attn, MLP    1, 4, 6-8  delta                   5    5      -     -       5\n" in out
+    row = "  before attn, MLP  2-3,5    delta                   -    -      3     3       1\n"
+    assert f"  for (8,8) (16,1) (16,16) alone:\n{row}" in out
+    assert "  before attn, MLP  1,4,6-8  delta                   5    5      -     -       5\n" in out
 
 
 def test_json_names_every_variant_and_image(capsys):
-    shown = json.loads(show(capsys, "--arch", "sm_100,sm_90", "--arch", "sm_100", "--json"))
-    assert [each["bundle"] for each in shown["plans"]] == ["kimi_k3-sm_100", "kimi_k3-sm_90"]
+    shown = json.loads(show(capsys, "--arch", "sm_100,sm_90", "--arch", "sm_100", "--json", "--config", str(ALL)))
+    assert [each["bundle"] for each in shown["plans"]] == ["kimi_k3_all-sm_100", "kimi_k3_all-sm_90"]
     first = shown["plans"][0]
     assert first["counts"] == {name: len(first[name]) for name in ("variants", "producers", "images")}
     served = {image["name"] for each in first["variants"] for image in each["images"]}

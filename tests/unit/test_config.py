@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from attnres_aot.config.problems import MOST_REPORTED
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Mailbox, Options
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = """\
 name: small
 model:
@@ -65,8 +67,27 @@ def test_shipped_configuration_is_kimi_k3():
     assert [each.pair for each in config.deployments] == [(8, 1), (8, 8), (16, 1), (16, 16)]
 
 
+def test_the_shipped_tables_are_measured_and_name_only_what_was_on():
+    config = load_config(DEFAULT_CONFIG)
+    assert "# Measured by 'attnres-aot tune' on one NVIDIA H200" in DEFAULT_CONFIG.read_text()
+    assert {str(each.attn_stats) for each in config.deployments} == {"64:1"}
+    assert [each.attn_stats_blocks.switched_on() for each in config.deployments[1:3]] == [
+        ((4, 4), (7, 8)),
+        ((4, 4), (6, 8)),
+    ]
+
+
+def test_the_configuration_of_everything_differs_in_name_and_tables_only():
+    shipped, everything = load_config(DEFAULT_CONFIG), load_config(CONFIGS / "kimi_k3_all.yaml")
+    assert everything.name == "kimi_k3_all"
+    for deployment in everything.deployments:
+        assert all(deployment.uses_stats(nb) for nb in range(1, 9))
+    assert dataclasses.replace(everything, name="kimi_k3", deployments=shipped.deployments) == shipped
+    assert [each.pair for each in everything.deployments] == [each.pair for each in shipped.deployments]
+
+
 def test_top_level_configuration_is_the_shipped_one():
-    top = Path(__file__).parents[2] / "configs" / "kimi_k3.yaml"
+    top = CONFIGS / "kimi_k3.yaml"
     assert str(top.readlink()) == "../attnres_aot/configs/kimi_k3.yaml"
     assert top.resolve() == DEFAULT_CONFIG.resolve()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from attnres_aot.arch import parse_arch
-from attnres_aot.config import DEFAULT_CONFIG, load_config
+from attnres_aot.config import load_config
 from attnres_aot.errors import UsageError
 from attnres_aot.plan import Position, Selection, consumers, plan
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
@@ -17,7 +18,8 @@ from attnres_aot.tables import parse_table
 from attnres_aot.variants import ConsumerKey, parse_producer, parse_variant
 
 SM_100 = parse_arch("sm_100")
-K3 = load_config(DEFAULT_CONFIG)
+ALL = Path(__file__).parents[2] / "configs" / "kimi_k3_all.yaml"
+K3 = dataclasses.replace(load_config(ALL), name="kimi_k3")
 SMALL = Config(
     name="small",
     model=Model(hidden_size=2048, layers=6, block_size=3, leading_dense_layers=0),

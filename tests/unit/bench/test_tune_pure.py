@@ -106,9 +106,9 @@ def test_the_shipped_configuration_takes_measured_tables(tables: tuple[str, str]
     )
     new = replace_deployments(old, decisions(*tables), comment, "shipped")
     assert check_config(old, new, decisions(*tables), "shipped")
-    head = old[: old.index("\n\n# UNMEASURED")]
+    head = old[: old.index("\n\n# Batch tables")]
     assert new.startswith(head + "\n\n# Batch tables")
-    assert "UNMEASURED" not in new
+    assert "NVIDIA H200" not in new  # nothing of the old comment stays
     assert "# Measured by 'attnres-aot tune' on one NVIDIA X, driver 580, 2026-01-02: torch 2.11;" in new
     assert max(map(len, new.splitlines())) <= 120
     again = replace_deployments(new, decisions(*tables), comment, "shipped")
@@ -173,6 +173,8 @@ def test_cells_are_shown_by_source_and_rule() -> None:
         "mailbox of 8 slots, less the copy into it, us: without | with"
     )
     assert show.cell_tables([one], EXPOSED)[-1].split() == ["nb", "1", "1.00|3.00|2.00"]
+    long = [dataclasses.replace(one, rows=rows, plain_us=10.561, ready_us=12.3, chain_us=99.9) for rows in (4, 8)]
+    assert show.cell_tables(long, EXPOSED)[-1].split() == ["nb", "1", *["10.6|99.9|12.3"] * 2]
     assert show.cell_tables([one], AFTER)[-1].split() == ["nb", "1", "4.00|3.00|2.00"]
     assert show.cell_tables([one], READY)[-1].split() == ["nb", "1", "1.00|2.00"]
 

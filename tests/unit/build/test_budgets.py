@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from attnres_aot.arch import BUILDABLE
 from attnres_aot.build.budgets import SM_REGISTERS, register_budget
 from attnres_aot.compiler import launch_constants
-from attnres_aot.config import DEFAULT_CONFIG, load_config
+from attnres_aot.config import load_config
 from attnres_aot.plan import plan
 from attnres_aot.variants import ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
 
@@ -52,7 +53,8 @@ def test_the_promised_ctas_fit_an_sm():
 
 
 def test_whatever_kimi_k3_needs_fits_as_its_launch_constants_promise():
-    for spec in plan(load_config(DEFAULT_CONFIG), BUILDABLE[0]).images:
+    everything = Path(__file__).parents[3] / "configs" / "kimi_k3_all.yaml"
+    for spec in plan(load_config(everything), BUILDABLE[0]).images:
         launch = launch_constants(spec)
         needed = register_budget(spec, launch) * launch["threads"] * launch["min_ctas_per_sm"]
         assert needed <= SM_REGISTERS, str(spec)
