@@ -74,6 +74,8 @@ def _store_async(machine: Machine, instruction: Instruction, group: Tensor) -> N
     rank = there // PEER - 1
     if bool((rank != barrier // PEER - 1).any()) or int(rank.min()) < 0 or int(rank.max()) >= machine.launch.cluster:
         raise PtxError(f"st.async to CTAs {rank.unique().tolist()} of a cluster of {machine.launch.cluster}")
+    if bool((machine.passed[group] == 0).any()):
+        raise PtxError("st.async before the cluster barrier that shows its mbarrier")
     target = machine.cta[group] // machine.launch.cluster * machine.launch.cluster + rank
     threads = machine.program.threads
     if bool((machine.pc.view(-1, threads)[target] == machine.end).all(1).any()):

@@ -21,6 +21,7 @@ from attnres_aot.variants import ConsumerSpec, ImageSpec, Variant, producer_spec
 from ptx_machine.machine import Launch
 from ptx_machine.memory import GlobalMemory, Segment
 from ptx_machine.program import Program, PtxError
+from ptx_machine.publisher import LatePublisher
 from ptx_machine.schedule import World, run
 
 ROOT = Path(__file__).parents[2]
@@ -109,12 +110,16 @@ class CompiledImages:
     """The one image to use for consumers."""
     seed: int | None = None
     """Of random schedules."""
-    world: World = lambda step: None
-    """What happens beside a launch."""
+    late: int | None = None
+    """Publish rows of a mailbox only while the consumer polls: the seed of when and in which order."""
+    keep_back: int = 0
+    """Words that such a publisher never publishes."""
     spin_budget: int = 0
     """Polls before a trap; 0: never."""
     fault: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int32))
     """The record of a spin that ran out."""
+    missing: list[list[int]] = field(default_factory=list)
+    """Slot, row and word of those, in the last launch."""
     steps: int = 200_000
     """Most steps of a launch."""
 
@@ -144,7 +149,13 @@ class CompiledImages:
         fault = Segment.over(self.fault)
         fault.allow(self.fault, "writable")
         memory = GlobalMemory(consumer_segment(variant, words, views, rows), fault)
-        self._run(self.spec, pack("consumer", values), rows, memory)
+        world: World | None = None
+        if self.late is not None and variant.slots:
+            start, steps = 10 * (self.late % 5), 1 + 7 * (self.late % 3)
+            mailbox = source[:, :rows]
+            world = LatePublisher(mailbox, start=start, steps=steps, seed=self.late, keep_back=self.keep_back)
+            self.missing = world.missing.T.tolist()
+        self._run(self.spec, pack("consumer", values), rows, memory, world)
 
     def produce(self, case: ProducerCase, memory: Memory) -> None:
         """Launches a producer."""
@@ -169,9 +180,11 @@ class CompiledImages:
         spec = producer_spec_for(case.producer, hidden)
         self._run(spec, pack(spec.kernel, values), rows, GlobalMemory(segment))
 
-    def _run(self, spec: ImageSpec, params: list[int], rows: int, memory: GlobalMemory) -> None:
+    def _run(
+        self, spec: ImageSpec, params: list[int], rows: int, memory: GlobalMemory, world: World | None = None
+    ) -> None:
         launch = Launch(program=self.programs[spec], params=params, ctas=spec.cluster * rows, cluster=spec.cluster)
-        run(launch, memory, world=self.world, seed=self.seed, max_steps=self.steps)
+        run(launch, memory, world=world, seed=self.seed, max_steps=self.steps)
 
 
 def _storage(view: Tensor) -> Tensor:

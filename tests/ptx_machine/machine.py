@@ -7,6 +7,7 @@ waits is not executed before what it waits for holds; when nobody can go on, tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,9 +92,9 @@ class Machine:
                 raise PtxError(f"register {operand.number} is read before anything is written to it")
             return values if len(group) == self.threads else values[group]
         if isinstance(operand, Imm):
-            value = operand.value - (1 << 32) if dtype == torch.int32 and operand.value >= 1 << 31 else operand.value
-            return torch.tensor(value, dtype=dtype)
-        assert isinstance(operand, Special)
+            return _immediate(operand.value, dtype)
+        if not isinstance(operand, Special) or operand.name not in self.special:
+            raise PtxError(f"the machine does not know {operand}")
         return self.special[operand.name][group]
 
     def assign(self, register: Operand, group: Tensor, values: Tensor) -> None:
@@ -187,6 +188,11 @@ class Machine:
                 dtype = self.program.register_types[source.number]
                 break
         self.assign(to, group, operation(*(self.fetch(source, group, dtype) for source in sources)))
+
+
+@functools.cache
+def _immediate(value: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value - (1 << 32) if dtype == torch.int32 and value >= 1 << 31 else value, dtype=dtype)
 
 
 def vector(operand: Operand) -> tuple[Reg | Imm, ...]:

@@ -39,16 +39,16 @@ class Segment:
         return cls(words=words, **{name: torch.zeros(words.shape, dtype=torch.bool) for name in _RIGHTS})
 
     def allow(self, view: Tensor, *rights: str) -> None:
-        """Gives rights (`readable`, `writable`, `after_wait`) to the elements of a view into the allocation."""
-        offset = view.data_ptr() - self.words.data_ptr()
-        size = view.element_size()
+        """Gives rights (`readable`, `writable`, `after_wait`) to the elements of a view into the allocation.
+
+        The last axis is contiguous and of an even number of bf16.
+        """
+        if not view.numel():
+            return
+        words = view.view(torch.int32)
+        offset = (words.data_ptr() - self.words.data_ptr()) // 4
         for right in rights:
-            mask = getattr(self, right)
-            bytes_of_mask = mask.repeat_interleave(4)
-            bytes_of_mask.as_strided(
-                (*view.shape, size), (*(stride * size for stride in view.stride()), 1), offset
-            ).fill_(True)
-            mask.copy_(bytes_of_mask.view(-1, 4).all(1))
+            getattr(self, right).as_strided(words.shape, words.stride(), offset).fill_(True)
 
 
 _RIGHTS = ("readable", "writable", "after_wait")

@@ -4,7 +4,7 @@
 
 Images of the first arch are run; those of the others are run only where their PTX differs in more than the name of the
 arch. Each image gets rows of all input families in three memory layouts, through the variants with most and with least
-outputs, and N random schedules of one row.
+outputs, and N random schedules of one row, in which mailboxes are published while they are polled.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check(job: Job, ptx: str, banks: Banks, row_counts: Sequence[int], salt: int
     images = CompiledImages(programs={job.spec: parse(ptx)}, spec=job.spec)
     plain = [_check(user, images, banks, row_counts, salt + i) for i, user in enumerate(job.users)]
     random = [
-        _check(job.users[0], replace(images, seed=seed), banks, (1,), salt + 21 * seed, seed % 3)
+        _check(job.users[0], replace(images, seed=seed, late=seed), banks, (1,), salt + 21 * seed, seed % 3)
         for seed in range(schedules)
     ]
     everything = plain + random

@@ -20,7 +20,7 @@ def run(
     launch: Launch,
     memory: GlobalMemory,
     *,
-    world: World = lambda step: None,
+    world: World | None = None,
     seed: int | None = None,
     max_steps: int = MAX_STEPS,
 ) -> Machine:
@@ -41,7 +41,8 @@ def run(
     machine = Machine(launch, memory)
     choose = _lowest if seed is None else _Random(seed)
     for step in range(max_steps):
-        world(step)
+        if world is not None:
+            world(step)
         places = machine.pc.unique().tolist()
         if places == [machine.end]:
             machine.mbarriers.check_exit()
@@ -62,29 +63,37 @@ def _lowest(machine: Machine, places: list[int]) -> Tensor:
 
 
 class _Random:
-    """Takes some threads at some place: now whole warps, now single threads, and often few of them."""
+    """Takes some threads at some place: now whole warps, now single threads, and often few of them.
+
+    For some time it takes none of certain laggards, CTAs, warps or threads, unless nobody else can go on.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
+        self._until = 0
+        self._step = 0
+        self._keen: Tensor | None = None
 
     def __call__(self, machine: Machine, places: list[int]) -> Tensor:
+        if self._step == self._until:
+            self._keen = self._chance(machine, self._random.choice((1.0, 0.8, 0.3)))
+            self._until += self._random.choice((10, 100, 1000))
+        self._step += 1
         self._random.shuffle(places)
-        for place in places:
-            group = machine.ready((machine.pc == place).nonzero().flatten())
-            if len(group) and len(some := machine.ready(self._some(machine, group))):
-                return some
-        for place in places:  # those whom chance left behind at a barrier
-            if len(group := machine.ready((machine.pc == place).nonzero().flatten())):
-                return group
+        for keen_only in (True, False):
+            for place in places:
+                here = machine.pc == place
+                group = (here & self._keen if keen_only else here).nonzero().flatten()
+                if len(group) and len(group := machine.ready(group)):
+                    some = group[self._chance(machine, self._random.choice((0.05, 0.3, 0.9, 1.0)))[group]]
+                    return some if len(some) and len(some := machine.ready(some)) else group
         raise DeadlockError(f"nobody can go on; {_where(machine)}")
 
-    def _some(self, machine: Machine, group: Tensor) -> Tensor:
-        share = self._random.choice((0.05, 0.3, 0.9, 1.0))
+    def _chance(self, machine: Machine, share: float) -> Tensor:
+        """Chooses CTAs, warps or threads; returns [threads] bool."""
         unit = self._random.choice((machine.cta, machine.warp, machine.warp, machine.thread))
-        lucky = torch.rand(int(unit[-1]) + 1, generator=self._generator) < share
-        some = group[lucky[unit[group]]]
-        return some if len(some) else group
+        return (torch.rand(int(unit[-1]) + 1, generator=self._generator) < share)[unit]
 
 
 def _where(machine: Machine) -> str:
