@@ -134,7 +134,7 @@ def launches(bench: Bench) -> dict[str, float]:
     first = bench.sets[0]
     checked, unchecked = bench.prepare(), bench.prepare(checks=False)
     checked.run(*first)
-    bare: Callable[[], int] = checked._ordinary.plan._idle[0].call  # noqa: SLF001 - what a launch ends in
+    bare: Callable[[], int] = checked._ordinary.plan.idle[0].call  # noqa: SLF001 - what a launch ends in
     turn = iter(range(1 << 62))
     result = {
         "bare": bench.batch(bare),
@@ -169,7 +169,7 @@ def ring_launches(bench: Bench) -> dict[str, float]:
     checked, unchecked = bench.prepare().bind_ring(mailbox), bench.prepare(checks=False).bind_ring(mailbox)
     mailbox.zero_()
     checked.run_ring(*operands)
-    bare = checked._ring.plan._idle[0].call  # noqa: SLF001 - what a launch ends in
+    bare = checked._ring.plan.idle[0].call  # noqa: SLF001 - what a launch ends in
     return {
         "bare, one by one": bench.single(mailbox.zero_, bare),
         "run_ring, checks on, one by one": bench.single(mailbox.zero_, lambda_free(checked.run_ring, operands)),

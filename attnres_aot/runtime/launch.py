@@ -17,7 +17,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -49,17 +49,18 @@ class Slot:
 
     __slots__ = ("call", "pointers", "stream", "words")
 
-    def __init__(self, template: bytes, attribute_count: int, parameter_bytes: int, launch: Any, function: Any) -> None:
+    def __init__(self, template: bytes, attribute_count: int, parameter_bytes: int, launch: Any, function: int) -> None:
         memory = bytearray(template)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         struct.pack_into("<QI", memory, _ATTRIBUTES_OFFSET, address + _ATTRIBUTES_AT, attribute_count)
         size_at = address + _SIZE_AT
         _EXTRA.pack_into(memory, _EXTRA_AT, _BUFFER_POINTER, address + _PARAMETERS_AT, _BUFFER_SIZE, size_at, _END)
         struct.pack_into("<Q", memory, _SIZE_AT, parameter_bytes)
-        self.words = memoryview(memory).cast("Q")
+        pointer = ctypes.c_void_p.from_param  # converts now what each call would convert otherwise
         self.call: Callable[[], int] = partial(
-            launch, ctypes.c_void_p(address), function, None, ctypes.c_void_p(address + _EXTRA_AT)
+            launch, pointer(address), pointer(function), None, pointer(address + _EXTRA_AT)
         )
+        self.words = memoryview(memory).cast("Q")
         self.pointers: tuple[int, ...] = ()
         self.stream = 0
 
@@ -93,36 +94,29 @@ class Order:
 class Plan:
     """Launches of one kernel for one geometry of operands.
 
-    `accepts` tells whether tensors have that geometry.
+    `accepts` tells whether tensors have that geometry. `launch` does it all; the two ways of launching that are used
+    most (`PreparedAttnRes.run` and `run_ring`) take its steps themselves, which saves a call and its look-ups.
     """
 
-    __slots__ = (
-        "_check",
-        "_current",
-        "_device",
-        "_driver",
-        "_idle",
-        "_make_slot",
-        "_ordinal",
-        "_pointer_words",
-        "_stream",
-        "_what",
-        "accepts",
-    )
+    __slots__ = ("_check", "_device", "_driver", "_pointer_words", "_what", "accepts", "idle", "make_slot", "steps")
 
     def __init__(self, order: Order) -> None:
         """Packs everything that stays."""
         kernel, device, driver = order.kernel, order.device, order.driver
         offsets = {param.name: param.offset for param in kernel.params}
         template, attribute_count = _template(kernel, order.constants, order.rows, pdl=order.pdl)
+        function = kernel.function.value
+        assert function is not None
         size = _parameter_bytes(kernel)
-        self._make_slot = partial(Slot, template, attribute_count, size, driver.lib.cuLaunchKernelEx, kernel.function)
+        self.make_slot = partial(Slot, template, attribute_count, size, driver.lib.cuLaunchKernelEx, function)
         self._pointer_words = tuple((_PARAMETERS_AT + offsets[name]) // _WORD for name in order.pointers)
-        self._idle: list[Slot] = []
+        self.idle: list[Slot] = []
         self._driver, self._device = driver, device
-        self._stream, self._ordinal, self._current = device.stream, device.ordinal, device.current
         self._check, self._what = order.check, order.what
         self.accepts = order.accepts
+        self.steps: Steps = (
+            order.accepts, self.idle.pop, self.idle.append, device.stream, device.ordinal, device.current, self
+        )  # fmt: skip
 
     def launch(self, pointers: tuple[int, ...]) -> None:
         """Launches on the current stream of the device.
@@ -134,10 +128,25 @@ class Plan:
           OperandError: checks are on and an address is unaligned, or operands overlap.
           DriverError: the driver refused the launch.
         """
+        _, pop, push, current_stream, ordinal, current, _ = self.steps
         try:
-            slot = self._idle.pop()
+            slot = pop()
         except IndexError:
-            slot = self._make_slot()
+            slot = self.make_slot()
+        stream = current_stream(ordinal)
+        if slot.pointers != pointers or slot.stream != stream:
+            self.fill(slot, pointers, stream)
+        call = slot.call
+        if status := call() if current is None or current() == ordinal else self.call_elsewhere(slot):
+            self.recover(slot, status)
+        push(slot)
+
+    def fill(self, slot: Slot, pointers: tuple[int, ...], stream: int) -> None:
+        """Writes what changes from launch to launch: the operands' addresses, which are checked, and the stream.
+
+        Raises:
+          OperandError: checks are on and an address is unaligned, or operands overlap.
+        """
         if slot.pointers != pointers:
             if self._check is not None:
                 self._check(pointers)
@@ -145,44 +154,54 @@ class Plan:
             for word, pointer in zip(self._pointer_words, pointers):  # noqa: B905 - equal by construction; strict costs time
                 words[word] = pointer
             slot.pointers = pointers
-        stream = self._stream(self._ordinal)
         if slot.stream != stream:
             slot.words[_STREAM_WORD] = stream
             slot.stream = stream
-        if self._current is None or self._current() == self._ordinal:
-            status = slot.call()
-        else:
-            status = self._launch_elsewhere(slot)
-        if status:
-            self._recover(slot, status)
-        self._idle.append(slot)
 
-    def _launch_elsewhere(self, slot: Slot) -> int:
-        """Launches while another device is current."""
-        with Current(self._driver, self._ordinal):
+    def call_elsewhere(self, slot: Slot) -> int:
+        """Launches while another device is current; returns the driver's status."""
+        with Current(self._driver, self._device.ordinal):
             return slot.call()
 
-    def _recover(self, slot: Slot, status: int) -> None:
+    def recover(self, slot: Slot, status: int) -> None:
         """Launches again if all that was missing is a context on this thread; otherwise raises."""
         lib = self._driver.lib
         if status == INVALID_CONTEXT:
             found = ctypes.c_void_p()
             if lib.cuCtxGetCurrent(ctypes.byref(found)) == 0 and not found.value:
-                lib.cuCtxSetCurrent(self._driver.context(self._ordinal))
+                lib.cuCtxSetCurrent(self._driver.context(self._device.ordinal))
                 status = slot.call()
         if status:
             raise self._refused(status)
 
     def _refused(self, status: int) -> DriverError:
         error = self._driver.error(status, f"launch {self._what} on {self._device.device}")
-        fault = read_fault(self._ordinal)
+        fault = read_fault(self._device.ordinal)
         return error if fault is None else DriverError(f"{error}. What failed: {fault}")
+
+
+Steps = tuple[
+    Callable[..., bool],
+    Callable[[], Slot],
+    Callable[[Slot], None],
+    Callable[[int], int],
+    int,
+    Callable[[], int] | None,
+    Plan,
+]
+"""What `Plan.launch` uses, for callers that do its steps themselves: `accepts`; takes a slot and puts it back; the
+device's stream, its number, and the current device's; the plan. Unpacking it costs less than looking each up."""
 
 
 class NoPlan:
     """Stands in for a plan: accepts no tensors and launches nothing."""
 
     __slots__ = ()
+
+    @property
+    def steps(self) -> tuple[Any, ...]:
+        """What a caller unpacks before `accepts` refuses."""
+        return (self.accepts, *[None] * 6)
 
     def accepts(self, *_: torch.Tensor) -> bool:
         """Returns False."""
@@ -194,8 +213,8 @@ class NoPlan:
 
 Launcher = Plan | NoPlan
 """What a launch goes through."""
-UNBOUND = NoPlan()
-"""Stands in before the first plan."""
+UNBOUND = cast("Plan", NoPlan())
+"""Stands in before the first plan; as it accepts nothing, nothing else of it is used."""
 NOTHING_TO_DO = NoPlan()
 """Stands in where there is nothing to launch."""
 

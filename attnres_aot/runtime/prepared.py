@@ -137,10 +137,21 @@ class PreparedAttnRes(BoundConsumer):
             return out
         if aux is not None:
             return self._run_aux(delta, prefix, blocks, out, aux)
-        plan: Launcher = self._ordinary.plan
-        if not plan.accepts(delta, prefix, blocks, out):
-            plan = self._find(self._ordinary, (delta, prefix, blocks, out), ring=False, aux=False)
-        plan.launch((delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr()))
+        accepts, pop, push, current_stream, ordinal, current, plan = self._ordinary.steps
+        if not accepts(delta, prefix, blocks, out):
+            return self._launch_new(self._ordinary, (delta, prefix, blocks, out), ring=False)
+        pointers = (delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr())
+        try:
+            slot = pop()
+        except IndexError:
+            slot = plan.make_slot()
+        stream = current_stream(ordinal)
+        if slot.pointers != pointers or slot.stream != stream:
+            plan.fill(slot, pointers, stream)
+        call = slot.call
+        if status := call() if current is None or current() == ordinal else plan.call_elsewhere(slot):
+            plan.recover(slot, status)
+        push(slot)
         return out
 
     def run_ring(
@@ -175,10 +186,21 @@ class PreparedAttnRes(BoundConsumer):
             return out
         if aux is not None:
             return self._run_ring_aux(prefix, blocks, out, aux)
-        plan: Launcher = self._ring.plan
-        if not plan.accepts(prefix, blocks, out):
-            plan = self._find(self._ring, (prefix, blocks, out), ring=True, aux=False)
-        plan.launch((prefix.data_ptr(), blocks.data_ptr(), out.data_ptr()))
+        accepts, pop, push, current_stream, ordinal, current, plan = self._ring.steps
+        if not accepts(prefix, blocks, out):
+            return self._launch_new(self._ring, (prefix, blocks, out), ring=True)
+        pointers = (prefix.data_ptr(), blocks.data_ptr(), out.data_ptr())
+        try:
+            slot = pop()
+        except IndexError:
+            slot = plan.make_slot()
+        stream = current_stream(ordinal)
+        if slot.pointers != pointers or slot.stream != stream:
+            plan.fill(slot, pointers, stream)
+        call = slot.call
+        if status := call() if current is None or current() == ordinal else plan.call_elsewhere(slot):
+            plan.recover(slot, status)
+        push(slot)
         return out
 
     def fault(self) -> RingFault | None:
@@ -212,6 +234,11 @@ class PreparedAttnRes(BoundConsumer):
             plan = self._find(self._ring_aux, (prefix, blocks, out, aux), ring=True, aux=True)
         plan.launch((prefix.data_ptr(), blocks.data_ptr(), out.data_ptr(), aux.data_ptr()))
         return out
+
+    def _launch_new(self, route: Route, tensors: tuple[torch.Tensor, ...], *, ring: bool) -> torch.Tensor:
+        """Launches for operands that the last plan does not take; returns the last of them, `out`."""
+        self._find(route, tensors, ring=ring, aux=False).launch(tuple([tensor.data_ptr() for tensor in tensors]))
+        return tensors[-1]
 
     def _find(self, route: Route, tensors: tuple[torch.Tensor, ...], *, ring: bool, aux: bool) -> Launcher:
         """Returns the plan for operands that the last plan does not take."""

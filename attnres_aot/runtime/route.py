@@ -27,19 +27,19 @@ _MAX_ALIKE = 8
 class Route:
     """Plans of one binding.
 
-    `plan` is the last one used: try its `accepts` first, and call `find` when it refuses.
+    `plan` is the last one used and `steps` are its: try its `accepts` first, and call `find` when it refuses.
     """
 
-    __slots__ = ("_plans", "plan")
+    __slots__ = ("_plans", "plan", "steps")
 
     def __init__(self) -> None:
         self._plans: dict[Any, tuple[Plan, ...]] = {}
-        self.plan: Launcher = UNBOUND
+        self.plan, self.steps = UNBOUND, UNBOUND.steps
 
     def forget(self) -> None:
         """Forgets every plan."""
         self._plans = {}
-        self.plan = UNBOUND
+        self.plan, self.steps = UNBOUND, UNBOUND.steps
 
     def find(self, binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         """Returns the plan for operands, made if their geometry is new.
@@ -65,7 +65,7 @@ class Route:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans = {}
             self._plans[key] = (plan, *known[: _MAX_ALIKE - 1])
-        self.plan = plan
+        self.plan, self.steps = plan, plan.steps
         return plan
 
 

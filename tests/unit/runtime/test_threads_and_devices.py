@@ -47,7 +47,7 @@ def test_threads_never_mix_their_arguments(stub, prepared, operands):
 def test_launch_memory_is_reused(prepared, operands):
     for _ in range(100):
         prepared.run(*operands().ordinary)
-    assert len(prepared._ordinary.plan._idle) == 1
+    assert len(prepared._ordinary.plan.idle) == 1
 
 
 def test_thread_without_a_context_gets_one(stub, prepared, operands):
