@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attnres_aot import reference
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.checking.arena import Memory, Views
 from attnres_aot.checking.cases import Case
@@ -118,6 +119,8 @@ class CompiledImages:
     """Polls before a trap; 0: never."""
     fault: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int32))
     """The record of a spin that ran out."""
+    again: bool = False
+    """Such a publisher finds the rows there, publishes them again, and what the consumer leaves is armed afterwards."""
     missing: list[list[int]] = field(default_factory=list)
     """Slot, row and word of those, in the last launch."""
     steps: int = 200_000
@@ -151,11 +154,18 @@ class CompiledImages:
         memory = GlobalMemory(consumer_segment(variant, words, views, rows), fault)
         world: World | None = None
         if self.late is not None and variant.slots:
-            start, steps = 10 * (self.late % 5), 1 + 7 * (self.late % 3)
-            mailbox = source[:, :rows]
-            world = LatePublisher(mailbox, start=start, steps=steps, seed=self.late, keep_back=self.keep_back)
+            world = LatePublisher(
+                source[:, :rows],
+                start=10 * (self.late % 5),
+                steps=1 + 7 * (self.late % 3),
+                seed=self.late,
+                keep_back=self.keep_back,
+                empty=not self.again,
+            )
             self.missing = world.missing.T.tolist()
         self._run(self.spec, pack("consumer", values), rows, memory, world)
+        if self.again:
+            reference.arm(source[:, :rows])
 
     def produce(self, case: ProducerCase, memory: Memory) -> None:
         """Launches a producer."""

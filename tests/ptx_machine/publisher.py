@@ -11,7 +11,9 @@ from attnres_aot import reference
 class LatePublisher:
     """Takes the rows out of a mailbox and publishes them again as the machine goes on."""
 
-    def __init__(self, mailbox: Tensor, *, start: int, steps: int, seed: int, keep_back: int = 0) -> None:
+    def __init__(
+        self, mailbox: Tensor, *, start: int, steps: int, seed: int, keep_back: int = 0, empty: bool = True
+    ) -> None:
         """Empties the mailbox.
 
         Args:
@@ -20,9 +22,11 @@ class LatePublisher:
           steps: steps until all are there.
           seed: of the order.
           keep_back: words that never come.
+          empty: without it the rows stay, and are published a second time.
         """
         values = mailbox.clone()
-        reference.arm(mailbox)
+        if empty:
+            reference.arm(mailbox)
         self._mailbox = mailbox.view(torch.int32)
         self._start, self._steps = start, steps
         order = torch.randperm(values.numel() // 2, generator=torch.Generator().manual_seed(seed))

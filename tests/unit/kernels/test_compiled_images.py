@@ -93,6 +93,15 @@ def test_a_ring_waits_for_late_rows(seed, name, work, ptx, banks):
     assert check_case(replace(case, layout=PADDED), images, banks).problems == ()
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_rows_published_again_while_they_are_taken_do_not_matter(seed, work, ptx, banks):
+    images, case = make("h7168-nb1-delta-ring1", ptx["h7168-nb1-delta-ring1"], work)
+    for late in range(3):
+        assert (
+            check_case(replace(case, rows=4), replace(images, late=late, again=True, seed=seed), banks).problems == ()
+        )
+
+
 def test_a_missing_word_ends_in_a_trap_that_names_its_place(work, ptx, banks):
     images, case = make("h7168-nb5-delta-ring8", ptx["h7168-nb5-delta-ring8"], work)
     images = replace(images, late=4, keep_back=1, spin_budget=30)
