@@ -7,14 +7,11 @@ time, path or host name, so equal inputs give equal bytes. `docs/bundle_format.m
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import types
-import typing
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from attnres_aot.abi import Param
+from attnres_aot.decoding import decode
 from attnres_aot.errors import BundleError
 from attnres_aot.records import dataclass
 
@@ -22,8 +19,6 @@ SCHEMA = 1
 """Number of the manifest format that this package reads and writes."""
 MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a bundle folder."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +234,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             f"{where}: manifest schema {schema!r}, but this attnres-aot reads schema {SCHEMA}; "
             "rebuild the bundle, or install the attnres-aot release that built it"
         )
-    return _decode(Manifest, raw, where)
+    return decode(Manifest, raw, where)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,89 +243,3 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} occurs twice in one object")
     return result
-
-
-_Reader = Callable[[Any, str, str], Any]
-"""Turns JSON data (value, where, field name) into a value of one type, or raises BundleError."""
-
-
-def _decode(cls: type[_T], raw: dict[str, Any], where: str) -> _T:
-    scalars, others = _fields(typing.cast("typing.Hashable", cls))
-    if len(raw) != len(scalars) + len(others) or not (raw.keys() >= scalars.keys() and raw.keys() >= others.keys()):
-        known = scalars.keys() | others.keys()
-        missing, unknown = sorted(known - raw.keys()), sorted(raw.keys() - known)
-        raise BundleError(
-            f"{where}: manifest fields missing: {missing or 'none'}, unknown: {unknown or 'none'}; it was edited, or "
-            "written by another version: rebuild it with 'attnres-aot build'"
-        )
-    for name, kind in scalars.items():
-        if type(raw[name]) is not kind:
-            raise _mistyped(kind, raw[name], where, name)
-    values = dict(raw)
-    for name, read in others.items():
-        values[name] = read(raw[name], where, name)
-    return cls(**values)
-
-
-@functools.cache
-def _fields(cls: Any) -> tuple[dict[str, type], dict[str, _Reader]]:
-    """Returns the types of a record's scalar fields, and readers for its others."""
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
-    scalars = {name: hints[name] for name in names if hints[name] in (str, int, bool)}
-    return scalars, {name: _reader(hints[name]) for name in names if name not in scalars}
-
-
-def _reader(hint: Any) -> _Reader:
-    """Makes the reader of a type; making it once keeps introspection out of the thousands of values of a manifest."""
-    if hint in (str, int, bool):
-        return functools.partial(_read_scalar, hint)
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(_read_record, hint)
-    if isinstance(hint, types.UnionType):
-        inner = _reader(typing.get_args(hint)[0])
-        return lambda value, where, name: None if value is None else inner(value, where, name)
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is dict:
-        return functools.partial(_read_dict, hint, _reader(args[1]))
-    if args[-1] is Ellipsis:
-        return functools.partial(_read_list, hint, _reader(args[0]))
-    return functools.partial(_read_tuple, hint, tuple(_reader(arg) for arg in args))
-
-
-def _read_scalar(hint: type, value: Any, where: str, name: str) -> Any:
-    if type(value) is not hint:
-        raise _mistyped(hint, value, where, name)
-    return value
-
-
-def _read_record(hint: Any, value: Any, where: str, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise _mistyped(hint, value, where, name)
-    return _decode(hint, value, f"{where}: {name}")
-
-
-def _read_dict(hint: Any, read: _Reader, value: Any, where: str, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _mistyped(hint, value, where, name)
-    return {key: read(item, where, f"{name}.{key}") for key, item in value.items()}
-
-
-def _read_list(hint: Any, read: _Reader, value: Any, where: str, name: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _mistyped(hint, value, where, name)
-    try:
-        return tuple([read(item, where, name) for item in value])
-    except BundleError:  # read again to say which: naming every item of a good list costs more than reading it
-        return tuple([read(item, where, f"{name}[{i}]") for i, item in enumerate(value)])
-
-
-def _read_tuple(hint: Any, readers: tuple[_Reader, ...], value: Any, where: str, name: str) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) != len(readers):
-        raise _mistyped(hint, value, where, name)
-    return tuple([read(item, where, name) for read, item in zip(readers, value, strict=True)])
-
-
-def _mistyped(hint: Any, value: Any, where: str, name: str) -> BundleError:
-    wanted = hint.__name__ if isinstance(hint, type) else str(hint)
-    return BundleError(f"{where}: manifest field {name!r}: expected {wanted}, found {value!r:.80}")

@@ -9,14 +9,14 @@ to a type checker this is `dataclasses.dataclass` itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, ge, gt, le, lt
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataclasses import dataclass
 
-__all__ = ["dataclass"]
+__all__ = ["dataclass", "maker"]
 
 _ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {"lt": lt, "le": le, "gt": gt, "ge": ge}
 
@@ -60,6 +60,20 @@ if not TYPE_CHECKING:
     dataclass = _dataclass
 
 
+def maker(made: type, names: Sequence[str]) -> Callable[[Iterable[Any]], Any]:
+    """Returns a function that makes a record of the values of `names`, which must be all of its fields, unchecked."""
+    new: Callable[[type], Any] = object.__new__
+    setters = [made.__dict__[name].__set__ for name in names]
+
+    def make(values: Iterable[Any]) -> Any:
+        record = new(made)
+        for put, value in zip(setters, values):  # noqa: B905 - equal by contract; strict costs time
+            put(record, value)
+        return record
+
+    return make
+
+
 def _init(
     made: type, names: tuple[str, ...], defaults: dict[str, Any], positional: tuple[str, ...]
 ) -> Callable[..., None]:
@@ -72,13 +86,18 @@ def _init(
             if len(args) > len(positional) or not named.keys().isdisjoint(given):
                 raise TypeError(f"{made.__qualname__}() takes each of its fields once, got {len(args)} by position")
             given.update(named)
-        if given.keys() != known:
+        if len(given) != len(known):
             given = {**defaults, **given}
-            if given.keys() != known:
-                lacks, extra = sorted(known - given.keys()), sorted(given.keys() - known)
-                raise TypeError(f"{made.__qualname__}() misses arguments {lacks}, does not know {extra}")
-        for name, put in setters:
-            put(self, given[name])
+        try:
+            for name, put in setters:
+                put(self, given[name])
+        except KeyError:
+            pass
+        else:
+            if len(given) == len(known):
+                return
+        lacks, extra = sorted(known - given.keys()), sorted(given.keys() - known)
+        raise TypeError(f"{made.__qualname__}() misses arguments {lacks}, does not know {extra}")
 
     return __init__
 

@@ -26,15 +26,16 @@ class Layer:
     """The package's own modules that it may load, or None for any."""
 
 
-CORE = ("errors", "arch", "tables", "variants", "abi", "manifest", "settings", "plan")
+CORE = ("errors", "arch", "tables", "variants", "abi", "decoding", "manifest", "settings", "plan")
 LAYERS = [
     Layer("errors", HEAVY + BUILD_TOOLS, ()),
     Layer("arch", HEAVY + BUILD_TOOLS, ("errors",)),
     Layer("tables", HEAVY + BUILD_TOOLS, ("errors",)),
     Layer("variants", HEAVY + BUILD_TOOLS, ("errors",)),
     Layer("abi", HEAVY + BUILD_TOOLS, ()),
-    Layer("manifest", HEAVY + BUILD_TOOLS, ("errors", "abi")),
-    Layer("settings", HEAVY + BUILD_TOOLS, ("errors", "abi", "manifest", "tables")),
+    Layer("manifest", HEAVY + BUILD_TOOLS, ("errors", "abi", "decoding")),
+    Layer("decoding", HEAVY + BUILD_TOOLS, ("errors",)),
+    Layer("settings", HEAVY + BUILD_TOOLS, ("errors", "abi", "decoding", "manifest", "tables")),
     Layer("plan", HEAVY + BUILD_TOOLS, CORE),
     Layer("config", (*HEAVY, "click", "rich", "elftools"), (*CORE, "config")),
     Layer("cli", HEAVY + BUILD_TOOLS, ("errors", "device_cli")),
@@ -44,7 +45,7 @@ LAYERS = [
     Layer("cli.build_command", HEAVY),
     Layer("cli.verify_command", HEAVY),
     Layer("cli.inspect_command", HEAVY),
-    Layer("bundle", HEAVY + BUILD_TOOLS, ("errors", "arch", "abi", "manifest", "variants")),
+    Layer("bundle", HEAVY + BUILD_TOOLS, ("errors", "arch", "abi", "decoding", "manifest", "variants")),
     Layer("device_cli", HEAVY + BUILD_TOOLS, ("errors",)),
     Layer("runtime.api", ("cutlass", "numpy", *BUILD_TOOLS)),
     Layer("bench.command", ("cutlass", "numpy", *BUILD_TOOLS)),
