@@ -4,8 +4,8 @@
 #     scripts/measure.sh BUNDLE FOLDER [PART ...]     parts: gpu host soak (the default), tune
 #
 # FOLDER receives measure.log, a JSON file per part and, with tune, kimi_k3.yaml with measured tables; tune needs the
-# bundle of configs/kimi_k3_all.yaml, which has every statistics variant. The kernels are
-# compared with the published ones in docs/peers. Exit status: 0 all parts ran and passed, 1 one did not, 2 misuse.
+# bundle of configs/kimi_k3_all.yaml, which has every statistics variant. The kernels are compared with the published
+# ones in docs/peers. Exit status: 0 all parts ran and passed, 1 one did not, 2 misuse.
 #
 #     GPU_PYTHON     a python with torch (default: python3)
 #     SOAK_LAUNCHES  launches of the soak (default: 1000000)
@@ -46,7 +46,10 @@ run_parts() {
                     --compare docs/peers/cute_dsl_h200.json --compare docs/peers/triton_h200.json
                 ;;
             host) measure host 50 bench "$bundle" --part host --part cold-start --save "$folder/host.json" ;;
-            soak) measure soak 75 bench "$bundle" --part none --soak "$launches" --save "$folder/soak.json" ;;
+            soak)
+                measure soak 100 bench "$bundle" --part none --soak "$launches" --soak-seconds 60 \
+                    --save "$folder/soak.json"
+                ;;
             tune)
                 measure tune 120 tune "$bundle" --config configs/kimi_k3.yaml --rule after --out "$folder/kimi_k3.yaml" \
                     --save "$folder/tune.json"
