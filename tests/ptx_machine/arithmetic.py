@@ -1,7 +1,8 @@
 """Arithmetic of PTX on tensors of registers: int32 and int64 words, bool predicates, one element per thread.
 
-fp32 follows IEEE 754 with subnormals, fma rounds once. Approximate functions are modelled as correctly rounded; `.ftz`
-flushes subnormal operands and results. An opcode that is not in `OPERATIONS` does not exist for the machine.
+fp32 follows IEEE 754 with subnormals, fma rounds once. Approximate functions are modelled as correctly rounded, or as
+off by any amount that they may be off by; `.ftz` flushes subnormal operands and results. An opcode that is not in
+`OPERATIONS` does not exist for the machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
 SMALLEST_NORMAL = 2.0**-126
+MAX_ERROR = 2.0**-22
+"""Relative error that approximate functions are granted."""
 
 
 def f32(word: Tensor) -> Tensor:
@@ -58,12 +61,19 @@ def flush(value: Tensor) -> Tensor:
     return torch.where(value.abs() < SMALLEST_NORMAL, value * 0.0, value)
 
 
-def approximate(operation: Callable[[Tensor], Tensor], *, ftz: bool) -> Callable[[Tensor], Tensor]:
-    """A function of fp32, correctly rounded."""
+def approximate(
+    operation: Callable[[Tensor], Tensor], *, ftz: bool, seed: int | None = None
+) -> Callable[[Tensor], Tensor]:
+    """A function of fp32, correctly rounded; or, with a seed, off by up to MAX_ERROR as a function of its operand."""
 
     def evaluate(word: Tensor) -> Tensor:
         value = f32(word)
-        result = operation((flush(value) if ftz else value).double()).float()
+        result = operation((flush(value) if ftz else value).double())
+        if seed is not None:
+            mixed = (word.long() * 0x9E3779B1 + seed * 0x85EBCA77) & MASK32
+            mixed = ((mixed ^ mixed >> 15) * 0x2C1B3C6D & MASK32) >> 8
+            result = result * (1 + MAX_ERROR * (mixed.double() / (1 << 23) - 1))
+        result = result.float()
         return (flush(result) if ftz else result).view(torch.int32)
 
     return evaluate
@@ -90,6 +100,16 @@ def _shift(count: Tensor, width: int) -> Tensor:
     assert int(count.min()) >= 0
     assert int(count.max()) < width
     return count
+
+
+def approximations(seed: int | None = None) -> dict[str, Callable[..., Tensor]]:
+    """The approximate functions, as `approximate` makes them."""
+    return {
+        "ex2.approx.f32": approximate(torch.exp2, ftz=False, seed=seed),
+        "ex2.approx.ftz.f32": approximate(torch.exp2, ftz=True, seed=seed),
+        "rsqrt.approx.f32": approximate(torch.rsqrt, ftz=False, seed=seed),
+        "rcp.approx.ftz.f32": approximate(torch.reciprocal, ftz=True, seed=seed),
+    }
 
 
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
@@ -130,10 +150,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "mul.f32": binary(torch.mul),
     "max.f32": maximum,
     "fma.rn.f32": fma,
-    "ex2.approx.f32": approximate(torch.exp2, ftz=False),
-    "ex2.approx.ftz.f32": approximate(torch.exp2, ftz=True),
-    "rsqrt.approx.f32": approximate(torch.rsqrt, ftz=False),
-    "rcp.approx.ftz.f32": approximate(torch.reciprocal, ftz=True),
     "cvt.rn.bf16x2.f32": pack_bf16,
+    **approximations(),
 }
 """Opcode -> its result from its operands."""

@@ -111,6 +111,8 @@ class CompiledImages:
     """The one image to use for consumers."""
     seed: int | None = None
     """Of random schedules."""
+    error_seed: int | None = None
+    """Of the errors of approximate functions; None: they make none."""
     late: int | None = None
     """Publish rows of a mailbox only while the consumer polls: the seed of when and in which order."""
     keep_back: int = 0
@@ -193,7 +195,13 @@ class CompiledImages:
     def _run(
         self, spec: ImageSpec, params: list[int], rows: int, memory: GlobalMemory, world: World | None = None
     ) -> None:
-        launch = Launch(program=self.programs[spec], params=params, ctas=spec.cluster * rows, cluster=spec.cluster)
+        launch = Launch(
+            program=self.programs[spec],
+            params=params,
+            ctas=spec.cluster * rows,
+            cluster=spec.cluster,
+            error_seed=self.error_seed,
+        )
         run(launch, memory, world=world, seed=self.seed, max_steps=self.steps)
 
 

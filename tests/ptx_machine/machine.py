@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptx_machine.arithmetic import OPERATIONS
+from ptx_machine.arithmetic import OPERATIONS, approximations
 from ptx_machine.memory import GlobalMemory
 from ptx_machine.program import Address, Imm, Instruction, Label, Operand, Program, PtxError, Reg, Special, Vec
 from ptx_machine.shared import WARP, Mbarriers, SharedMemory, Who
@@ -43,6 +43,8 @@ class Launch:
     """CTAs of the grid."""
     cluster: int
     """CTAs per cluster."""
+    error_seed: int | None = None
+    """Of the errors of approximate functions; None: they make none."""
 
 
 class Machine:
@@ -62,6 +64,7 @@ class Machine:
             "%ctaid.x": self.cta.int(),
             "%laneid": (self.thread % WARP).int(),
         }
+        self.operations = {**OPERATIONS, **approximations(launch.error_seed)}
         self.pc = torch.zeros(self.threads, dtype=torch.int64)
         self.turns = torch.zeros(self.threads, dtype=torch.int64)  # branches back
         self.end = len(self.program.instructions)
@@ -156,7 +159,7 @@ class Machine:
                 break
             active = self._active(instruction, group)
             if len(active):
-                if (operation := OPERATIONS.get(opcode)) is not None:
+                if (operation := self.operations.get(opcode)) is not None:
                     self._compute(operation, instruction, active)
                 elif (effect := EFFECTS.get(opcode)) is not None:
                     effect(self, instruction, active)

@@ -1,10 +1,11 @@
-"""Checks every image of the shipped configuration on the machine, for every arch.
+"""Checks every image of a configuration on the machine, for every arch.
 
-    python tests/ptx_machine/prove.py [--arch sm_90 ...] [--only PATTERN] [--schedules N]
+    python tests/ptx_machine/prove.py [--config FILE] [--arch sm_90 ...] [--only PATTERN] [--schedules N]
 
 Images of the first arch are run; those of the others are run only where their PTX differs in more than the name of the
 arch. Each image gets rows of all input families in three memory layouts, through the variants with most and with least
-outputs, and N random schedules of one row, in which mailboxes are published while they are polled.
+outputs, again with approximate functions as far off as they may be, and N random schedules of one row, in which
+mailboxes are published while they are polled.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from attnres_aot.checking.cases import Banks, cases_for, draw_banks
 from attnres_aot.checking.inputs import FAMILIES
 from attnres_aot.checking.producers import check_producer
 from attnres_aot.checking.suite import check_case
-from attnres_aot.config import DEFAULT_CONFIG, load_config
+from attnres_aot.config import load_config
 from attnres_aot.errors import AttnResError
 from attnres_aot.plan import Plan, plan
 from attnres_aot.variants import ConsumerSpec, ImageSpec, Producer, Variant
 from ptx_machine.images import CompiledImages, compile_ptx
 from ptx_machine.program import PtxError, body_of, parse
 
+EVERY_IMAGE = Path(__file__).parents[2] / "configs" / "kimi_k3_all.yaml"
+"""The shipped configuration with everything turned on."""
 ARCHES = ("sm_90", "sm_100", "sm_103", "sm_120")
 SEED = 8
 """Of the input banks; its steep rows include one whose smaller share is a subnormal number."""
@@ -67,9 +70,9 @@ class Job:
     """What is launched with it: the producer, or the variants with most and least outputs."""
 
 
-def planned(arch: str) -> Plan:
-    """The plan of the shipped configuration."""
-    return plan(load_config(DEFAULT_CONFIG), parse_arch(arch))
+def planned(arch: str, config: Path = EVERY_IMAGE) -> Plan:
+    """The plan of a configuration."""
+    return plan(load_config(config), parse_arch(arch))
 
 
 def jobs(whole: Plan) -> Iterator[Job]:
@@ -91,8 +94,27 @@ def jobs(whole: Plan) -> Iterator[Job]:
         yield Job(spec=spec, users=(most,) if most == least else (most, least))
 
 
-def check(job: Job, ptx: str, banks: Banks, row_counts: Sequence[int], salt: int = 0, schedules: int = 0) -> Finding:
-    """Launches one image on all its cases."""
+def check(
+    job: Job,
+    ptx: str,
+    banks: Banks,
+    row_counts: Sequence[int],
+    salt: int = 0,
+    *,
+    schedules: int = 0,
+    inexact: bool = False,
+) -> Finding:
+    """Launches one image on all its cases.
+
+    Args:
+      job: the image and how to launch it.
+      ptx: its text.
+      banks: input values.
+      row_counts: rows of the launches.
+      salt: moves the rows of the banks that are used.
+      schedules: launches of one row in random order.
+      inexact: launches once more with approximate functions as far off as they may be.
+    """
     images = CompiledImages(programs={job.spec: parse(ptx)}, spec=job.spec)
     plain = [_check(user, images, banks, row_counts, salt + i) for i, user in enumerate(job.users)]
     random = [
@@ -100,6 +122,8 @@ def check(job: Job, ptx: str, banks: Banks, row_counts: Sequence[int], salt: int
         for seed in range(schedules)
     ]
     everything = plain + random
+    if inexact:
+        everything.append(_check(job.users[0], replace(images, error_seed=salt), banks, row_counts, salt + 5))
     return Finding(
         launches=sum(each.launches for each in everything),
         elements=sum(each.elements for each in everything),
@@ -161,16 +185,18 @@ def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", action="append", help=f"default: {', '.join(ARCHES)}")
+    parser.add_argument("--config", type=Path, default=EVERY_IMAGE, help="default: %(default)s")
     parser.add_argument("--only", default="*", help="pattern of image names")
     parser.add_argument("--rows", type=int, default=len(FAMILIES), help="rows of a launch (default: %(default)d)")
     parser.add_argument("--schedules", type=int, default=2, help="random schedules per image (default: %(default)d)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    banks = draw_banks(load_config(DEFAULT_CONFIG).model.hidden_size, 64, SEED, torch.device("cpu"))
+    hidden = load_config(arguments.config).model.hidden_size
+    banks = draw_banks(hidden, 64, SEED, torch.device("cpu"))
     known: dict[ImageSpec, set[str]] = {}
     findings: list[Finding] = []
     for arch in arguments.arch or ARCHES:
-        work = [job for job in jobs(planned(arch)) if fnmatch.fnmatch(str(job.spec), arguments.only)]
+        work = [job for job in jobs(planned(arch, arguments.config)) if fnmatch.fnmatch(str(job.spec), arguments.only)]
         same = 0
         for salt, (job, ptx) in enumerate(zip(work, compile_ptx([job.spec for job in work], arch), strict=True)):
             if body_of(ptx) in known.setdefault(job.spec, set()):
@@ -178,7 +204,7 @@ def main() -> int:
                 continue
             known[job.spec].add(body_of(ptx))
             start = time.perf_counter()
-            finding = check(job, ptx, banks, (arguments.rows,), salt, arguments.schedules)
+            finding = check(job, ptx, banks, (arguments.rows,), salt, schedules=arguments.schedules, inexact=True)
             findings.append(finding)
             print(
                 f"{arch} {job.spec!s:<30} {finding.launches:>3} launches  worst {finding.worst_ulp} ulp  "

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from ptx_machine.arithmetic import OPERATIONS, fma, low32, maximum, pack_bf16
+from ptx_machine.arithmetic import MAX_ERROR, OPERATIONS, approximations, fma, low32, maximum, pack_bf16
 from ptx_machine.machine import DeadlockError, Launch
 from ptx_machine.memory import GlobalMemory, Segment
 from ptx_machine.program import PtxError, parse
@@ -74,6 +74,16 @@ def test_a_nan_loses_and_approximations_keep_subnormals_unless_told():
     assert maximum(words(0x80000000), words(0)).tolist() == [0]
     assert OPERATIONS["ex2.approx.f32"](least).tolist() == [1]
     assert OPERATIONS["ex2.approx.ftz.f32"](least).tolist() == [0]
+
+
+def test_approximations_may_be_off_but_not_too_far_and_always_alike():
+    values = words(*(RANDOM.getrandbits(23) | 127 << 23 for _ in range(5000)))
+    exact = OPERATIONS["rsqrt.approx.f32"](values).view(torch.float32)
+    off = approximations(seed=3)["rsqrt.approx.f32"](values)
+    error = (off.view(torch.float32).double() / exact.double() - 1).abs()
+    assert MAX_ERROR / 2 < error.max() < MAX_ERROR * 1.3  # and two roundings
+    assert torch.equal(off, approximations(seed=3)["rsqrt.approx.f32"](values))
+    assert not torch.equal(off, approximations(seed=4)["rsqrt.approx.f32"](values))
 
 
 HEAD = """
