@@ -11,7 +11,7 @@ from attnres_aot.bench.cold_start import measure_cold_start
 from attnres_aot.bench.gpu import gpu_facts
 from attnres_aot.bench.measure import measure_gpu
 from attnres_aot.bench.points import Selection, default_variants
-from attnres_aot.bench.rig import Job, Rig
+from attnres_aot.bench.rig import Job, Rig, Sets
 from attnres_aot.bench.soak import CudaMachine, soak
 
 EFFORT = Effort(replays=5, host_calls=200, host_rounds=5)
@@ -53,6 +53,7 @@ def test_the_bare_launch_computes_what_the_loader_computes(rig):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         ways, (_, sets, *_) = host.ways_to_launch(rig, host.memset_fill(rig))
+        assert isinstance(sets, Sets)
         prefix, results = sets.prefix.clone(), []
         for name in (host.BARE, host.RUN):
             sets.prefix.copy_(prefix)
@@ -75,6 +76,6 @@ def test_a_cold_start_ends_with_a_launch(rig):
 
 
 def test_soak(rig):
-    found = soak(rig, CudaMachine(rig.loaded.device.device), SOAK_LAUNCHES)
+    found = soak(rig, CudaMachine(rig.loaded.device.device), SOAK_LAUNCHES, 60, print)
     assert found.problems == ()
-    assert found.launches == SOAK_LAUNCHES
+    assert found.launches >= SOAK_LAUNCHES

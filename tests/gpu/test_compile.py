@@ -17,8 +17,9 @@ class Tensors:
     aux: torch.Tensor | None
 
     def clone(self) -> "Tensors":
-        copies = {name: None if t is None else t.clone() for name, t in vars(self).items()}
-        return Tensors(**copies)
+        aux = None if self.aux is None else self.aux.clone()
+        delta, prefix, blocks, out = (t.clone() for t in (self.delta, self.prefix, self.blocks, self.out))
+        return Tensors(delta=delta, prefix=prefix, blocks=blocks, out=out, aux=aux)
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_no_rows_launch_nothing(kind, consumer, banks):
     rows = {name: getattr(views, name)[:0] for name in ("prefix", "blocks", "out")}
     if not kind.slots:
         rows["source"] = views.source[:0]
-    if kind.aux:
+    if views.aux is not None:
         rows["aux"] = views.aux[:0]
     empty = dataclasses.replace(views, **rows)
     result = consumer.bind(prepared.case, empty)()

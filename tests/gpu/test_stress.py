@@ -107,7 +107,8 @@ def test_ring_soak(slots, pair, request, consumer, banks, seed, full, notes):
 def test_equal_inputs_give_equal_bits_on_every_image(steep, consumer, banks, full, notes):
     """All families of values, 100 launches of every image, or 1,000 with --stress; compared with the first launch."""
     repeats = 1_000 if full else 100
-    differing, images = [], set()
+    differing: list[str] = []
+    images: set[str] = set()
     for variant in image_variants(consumer.bundle.manifest):
         for choice in consumer.loaded.record(variant).choices:
             if choice.image in images:
@@ -289,7 +290,7 @@ def test_a_budget_costs_nothing(choose, consumer, banks, notes):
         for rows in (1, 4, 16, 64):
             prepared = prepare(case_of(choose(condition), rows), banks)
             graphs = [graph_of(consumer, prepared, budget) for budget in (0, 1 << 20)]
-            times = [[], []]
+            times: list[list[float]] = [[], []]
             for _ in range(60):
                 for graph, found in zip(graphs, times, strict=True):
                     found.append(replay_us(graph))
