@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ from attnres_aot.records import dataclass, maker
 
 _T = TypeVar("_T")
 
+_SCALARS: dict[Any, type] = {"str": str, "int": int, "bool": bool}
+"""Scalar types by the annotation that names them."""
 _Reader = Callable[[Any, str, str], Any]
 """Turns JSON data (value, where, field name) into a value of one type, or raises BundleError."""
 
@@ -77,17 +80,17 @@ def _misnamed(layout: _Layout, raw: dict[str, Any], where: str) -> BundleError:
 @functools.cache
 def _layout(cls: Any) -> _Layout:
     """Works out once how a record is read."""
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
-    scalars = [name for name in names if hints[name] in (str, int, bool)]
-    others = [name for name in names if name not in scalars]
+    stated = {field.name: field.type for field in dataclasses.fields(cls)}
+    scalars = {name: _SCALARS[kind] for name, kind in stated.items() if kind in _SCALARS}
+    others = types.SimpleNamespace(__annotations__={n: kind for n, kind in stated.items() if n not in scalars})
+    hints = typing.get_type_hints(others, vars(sys.modules[cls.__module__]))  # compiles each: scalars spared that
     pick = operator.itemgetter(*scalars)
     return _Layout(
-        names=(*scalars, *others),
-        scalars=tuple([hints[name] for name in scalars]),
-        readers=tuple([(name, _reader(hints[name])) for name in others]),
+        names=(*scalars, *hints),
+        scalars=tuple(scalars.values()),
+        readers=tuple([(name, _reader(hint)) for name, hint in hints.items()]),
         pick=pick if len(scalars) > 1 else lambda raw: (pick(raw),),
-        make=maker(cls, (*scalars, *others)),
+        make=maker(cls, (*scalars, *hints)),
     )
 
 

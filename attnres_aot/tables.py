@@ -22,10 +22,10 @@ from attnres_aot.records import dataclass
 Value = int | tuple[int, ...] | str
 """What an entry maps to: an integer, a dotted tuple of integers, or a name."""
 
-_ENTRY = re.compile(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?:\s*([A-Za-z0-9_.-]+)\s*")
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_TUPLE = re.compile(r"[0-9]{1,18}(?:\.[0-9]{1,18})+")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_ENTRY = r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?:\s*([A-Za-z0-9_.-]+)\s*"
+_NUMBER = r"[0-9]{1,18}"
+_TUPLE = r"[0-9]{1,18}(?:\.[0-9]{1,18})+"
+_NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
 _FORM = "the form is lo[-hi]:value, e.g. '1-2:96,3-8:120'"
 
 
@@ -127,7 +127,7 @@ def _parse_entry(entry: str) -> Span | str:
     """Returns the span of one entry, or what is wrong with it."""
     if not entry.strip():
         return "an entry between commas is empty; remove the extra comma"
-    match = _ENTRY.fullmatch(entry)
+    match = re.fullmatch(_ENTRY, entry)
     value = None if match is None else _parse_value(match[3])
     if match is None or value is None:
         return f"entry {entry.strip()!r:.80} is not understood; {_FORM}"
@@ -139,11 +139,11 @@ def _parse_entry(entry: str) -> Span | str:
 
 
 def _parse_value(text: str) -> Value | None:
-    if _NUMBER.fullmatch(text):
+    if re.fullmatch(_NUMBER, text):
         return int(text)
-    if _TUPLE.fullmatch(text):
+    if re.fullmatch(_TUPLE, text):
         return tuple(map(int, text.split(".")))
-    return text if _NAME.fullmatch(text) else None
+    return text if re.fullmatch(_NAME, text) else None
 
 
 def _pieces(spans: tuple[Span, ...]) -> list[Span]:

@@ -36,8 +36,8 @@ NARROW_ROWS = 16
 STATISTICS, PUBLISH = "statistics", "publish"
 """Kernels of producers."""
 
-_PRODUCER_NAME = re.compile(r"statistics-nb([1-9]\d*)|publish")
-_NAME = re.compile(r"nb(\d+)(-delta)?(?:-write(\d+))?(-final)?(?:-ring(\d+))?(-aux)?(-stats)?")
+_PRODUCER_NAME = r"statistics-nb([1-9]\d*)|publish"
+_NAME = r"nb(\d+)(-delta)?(?:-write(\d+))?(-final)?(?:-ring(\d+))?(-aux)?(-stats)?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -69,20 +69,7 @@ class Variant:
 
     def __str__(self) -> str:
         key = self.key
-        parts = [f"nb{key.nb}"]
-        if key.has_delta:
-            parts.append("delta")
-        if key.write is not None:
-            parts.append(f"write{key.write}")
-        if key.final:
-            parts.append("final")
-        if self.slots:
-            parts.append(f"ring{self.slots}")
-        if self.aux:
-            parts.append("aux")
-        if self.stats:
-            parts.append("stats")
-        return "-".join(parts)
+        return variant_name(key.nb, key.has_delta, key.write, key.final, self.slots, self.aux, self.stats)
 
     @property
     def sort_key(self) -> tuple[int, bool, bool, int, bool, bool, int]:
@@ -90,6 +77,13 @@ class Variant:
         key = self.key
         write = -1 if key.write is None else key.write
         return (self.slots, self.stats, key.final, key.nb, not key.has_delta, self.aux, write)
+
+
+def variant_name(nb: int, has_delta: bool, write: int | None, final: bool, slots: int, aux: bool, stats: bool) -> str:
+    """Writes the name of the variant with these fields."""
+    delta, last = "-delta" if has_delta else "", "-final" if final else ""
+    written, ring = "" if write is None else f"-write{write}", f"-ring{slots}" if slots else ""
+    return f"nb{nb}{delta}{written}{last}{ring}{'-aux' if aux else ''}{'-stats' if stats else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +240,7 @@ def parse_variant(name: str) -> Variant:
     Raises:
       UsageError: `name` is not a variant name.
     """
-    match = _NAME.fullmatch(name)
+    match = re.fullmatch(_NAME, name)
     if match is None:
         raise UsageError(
             f"{name!r} is not a variant name; the form is nbN[-delta][-writeN][-final][-ringN][-aux][-stats], "
@@ -272,7 +266,7 @@ def parse_producer(name: str) -> Producer:
     Raises:
       UsageError: `name` is not a producer name.
     """
-    match = _PRODUCER_NAME.fullmatch(name)
+    match = re.fullmatch(_PRODUCER_NAME, name)
     if match is None:
         raise UsageError(f"{name!r} is not a producer name; the forms are statistics-nbN and publish")
     return Producer(kernel=PUBLISH) if match[1] is None else Producer(kernel=STATISTICS, nb=int(match[1]))

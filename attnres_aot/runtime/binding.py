@@ -125,10 +125,9 @@ def make_statistics(mixture: torch.Tensor, scal: torch.Tensor, rows: Iterable[in
     problems += vector_problems("scal", scal, (-1, 2), torch.float32, alignment=8)
     if not problems and mixture.shape[0] != scal.shape[0]:
         problems.append(f"mixture holds {mixture.shape[0]} rows, but scal {scal.shape[0]}; the same is wanted")
-    if not problems:
+    if not problems and counts and (min(counts) < 1 or max(counts) > mixture.shape[0]):
         bad = sorted(count for count in counts if not 1 <= count <= mixture.shape[0])
-        if bad:
-            problems.append(f"rows hold {bad}; 1 to {mixture.shape[0]}, the rows of mixture, are allowed")
+        problems.append(f"rows hold {bad}; 1 to {mixture.shape[0]}, the rows of mixture, are allowed")
     if problems:
         raise OperandError("\n".join(problems))
     return Statistics(mixture=mixture, scal=scal, rows=counts)

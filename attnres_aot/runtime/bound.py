@@ -70,7 +70,7 @@ class BoundConsumer:
         self._statistics: Statistics | None = None
         if fallback is None and not bundle.holds_key(key):
             raise variant_miss(bundle.bundle, Variant(key=key))
-        self._rebind()
+        self._renew_routes()
 
     def __repr__(self) -> str:
         bound = [f"ring {self._mailbox.slots}x{self._mailbox.capacity}"] if self._mailbox else []
@@ -91,7 +91,7 @@ class BoundConsumer:
     @checks.setter
     def checks(self, on: bool) -> None:
         self._checks = on
-        self._rebind()
+        self._renew_routes()
 
     def bind_ring(self, mailbox: torch.Tensor, *, spin_budget: int = 0) -> Self:
         """Binds the mailbox that `run_ring` reads, or replaces it.
@@ -174,11 +174,16 @@ class BoundConsumer:
         assert self._statistics is not None
         twin = copy.copy(self)
         twin._statistics = make_statistics(mixture, scal, self._statistics.rows, self._bundle.hidden)  # noqa: SLF001
-        twin._rebind()  # noqa: SLF001
+        twin._renew_routes()  # noqa: SLF001
         return twin
 
     def _rebind(self) -> None:
-        """Drops the plans of what was bound before."""
+        """Drops the plans of what was bound before, if there are any."""
+        if self._ordinary.used or self._ordinary_aux.used or self._ring.used or self._ring_aux.used:
+            self._renew_routes()
+
+    def _renew_routes(self) -> None:
+        """Drops all plans, and what launches in flight may still find."""
         self._ordinary, self._ordinary_aux, self._ring, self._ring_aux = Route(), Route(), Route(), Route()
 
     def _binding(self, *, ring: bool, aux: bool) -> Binding:

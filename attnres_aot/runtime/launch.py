@@ -196,12 +196,10 @@ device's stream, its number, and the current device's; the plan. Unpacking it co
 class NoPlan:
     """Stands in for a plan: accepts no tensors and launches nothing."""
 
-    __slots__ = ()
+    __slots__ = ("steps",)
 
-    @property
-    def steps(self) -> tuple[Any, ...]:
-        """What a caller unpacks before `accepts` refuses."""
-        return (self.accepts, *[None] * 6)
+    def __init__(self) -> None:
+        self.steps = (self.accepts, *[None] * 6)  # what a caller unpacks before `accepts` refuses
 
     def accepts(self, *_: torch.Tensor) -> bool:
         """Returns False."""

@@ -16,7 +16,6 @@ from attnres_aot.manifest import Choice, ProducerRecord, VariantRecord
 from attnres_aot.runtime.library import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import producer_miss, variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.tables import parse_table
 from attnres_aot.variants import ConsumerKey, Producer, Variant
 
 
@@ -180,4 +179,6 @@ def _chosen(choices: tuple[Choice, ...], rows: int) -> str:
 
 
 def _switched_on(table: str) -> tuple[int, ...]:
+    from attnres_aot.tables import parse_table
+
     return tuple(number for first, last in parse_table(table).switched_on() for number in range(first, last + 1))

@@ -110,7 +110,7 @@ def vector_problems(
     problems = []
     if tensor.dtype != dtype:
         problems.append(f"{name} is {tensor.dtype}; {dtype} is wanted")
-    if len(shape) != tensor.dim() or any(want not in (-1, got) for want, got in zip(shape, tensor.shape, strict=True)):
+    if not _has_shape(tensor, shape):
         wanted = ", ".join("any" if want < 0 else str(want) for want in shape)
         problems.append(f"{name} is {list(tensor.shape)}; [{wanted}] is wanted")
     elif not tensor.is_contiguous():
@@ -118,6 +118,13 @@ def vector_problems(
     elif tensor.device.type != "meta" and tensor.data_ptr() % alignment:
         problems.append(f"{name} starts at {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes")
     return problems
+
+
+def _has_shape(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    found = tensor.shape
+    if -1 not in shape:
+        return found == shape
+    return len(shape) == len(found) and not [0 for want, got in zip(shape, found, strict=True) if want not in (-1, got)]
 
 
 def describe(tensor: object) -> str:

@@ -36,6 +36,11 @@ class Route:
         self._plans: dict[Any, tuple[Plan, ...]] = {}
         self.plan, self.steps = UNBOUND, UNBOUND.steps
 
+    @property
+    def used(self) -> bool:
+        """Whether there are plans."""
+        return bool(self._plans)
+
     def forget(self) -> None:
         """Forgets every plan."""
         self._plans = {}

@@ -94,29 +94,28 @@ def read_target(layer: Any, *, final: bool, has_delta: bool | None) -> Target:
       UsageError: attributes are missing; names all of them.
     """
     places = _BACKBONE if final else _LAYER
+    parts: dict[str, Any] = {name: getattr(layer, name, None) for name in places}  # once: a module looks up in Python
     res_norm, proj, out_norm, nb_name, *_ = places
-    wanted = [f"{res_norm}.weight", f"{res_norm}.variance_epsilon", f"{proj}.weight"]
-    wanted += [f"{out_norm}.weight", f"{out_norm}.variance_epsilon", *places[3:]]
-    missing = [path for path in wanted if _attribute(layer, path) is None]
-    if missing:
+    values: dict[str, Any] = {
+        f"{name}.weight": getattr(parts[name], "weight", None) for name in (res_norm, proj, out_norm)
+    }
+    weights = AttnResWeights(*values.values())
+    numbers: dict[str, Any] = {
+        f"{name}.variance_epsilon": getattr(parts[name], "variance_epsilon", None) for name in (res_norm, out_norm)
+    }
+    if None in numbers.values() or any(value is None for value in (*weights, *parts.values())):
+        values |= {**numbers, **{name: parts[name] for name in places[3:]}}
         raise UsageError(
             f"{type(layer).__name__} cannot be read as a {'backbone' if final else 'decoder layer'}: it has no "
-            f"{', '.join(missing)}; give {'the module that ends the model' if final else 'a decoder layer'}, or build "
+            f"{', '.join(path for path, value in values.items() if value is None)}; give "
+            f"{'the module that ends the model' if final else 'a decoder layer'}, or build "
             "PreparedAttnRes(weights, key, eps) from its parts"
         )
-    nb = int(getattr(layer, nb_name))
-    write = int(layer.block_write_idx) if not final and layer.is_block_write_layer else None
+    nb = int(parts[nb_name])
+    write = int(parts["block_write_idx"]) if not final and parts["is_block_write_layer"] else None
     key = ConsumerKey(nb=nb, has_delta=nb > 0 if has_delta is None else has_delta, write=write, final=final)
-    tensors = [_attribute(layer, f"{name}.weight") for name in (res_norm, proj, out_norm)]
-    eps = [float(_attribute(layer, f"{name}.variance_epsilon")) for name in (res_norm, out_norm)]
-    return Target(AttnResWeights(*tensors), key, (eps[0], eps[1]))
-
-
-def _attribute(layer: Any, path: str) -> Any:
-    """Returns an attribute of an attribute; None where there is none."""
-    for name in path.split("."):
-        layer = getattr(layer, name, None)
-    return layer
+    eps, out_eps = map(float, numbers.values())
+    return Target(weights, key, (eps, out_eps))
 
 
 def _is_epsilon(value: object) -> bool:
