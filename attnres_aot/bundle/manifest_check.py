@@ -6,7 +6,6 @@ bundle before they trust a file name or a launch fact in it.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -25,8 +24,10 @@ MAX_CLUSTER_CTAS = 16
 MAX_BLOCK_THREADS = 1024
 """Largest CTA that any GPU launches."""
 
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HEX = frozenset("0123456789abcdef")
+_DIGEST_CHARS = 64
+_PUNCTUATION = "._+-"
+_SAFE = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" + _PUNCTUATION)
 
 
 def name_problem(name: str) -> str | None:
@@ -37,7 +38,7 @@ def name_problem(name: str) -> str | None:
     """
     if len(name) > MAX_NAME_CHARS:
         return f"{name[:40]!r}... is {len(name)} characters long; at most {MAX_NAME_CHARS} are allowed"
-    if _SAFE_NAME.fullmatch(name) is None:
+    if not name or name[0] in _PUNCTUATION or not _SAFE.issuperset(name):
         return f"{name!r} is not a safe file name (letters, digits and ._+- only, no leading dot)"
     return None
 
@@ -107,7 +108,7 @@ def _image_problems(image: ImageRecord, manifest: Manifest) -> Iterator[str]:
     if image.file == MANIFEST_NAME:
         yield f"file {image.file!r} is the manifest's own name"
     for field, digest in (("sha256", image.sha256), ("build_key", image.build_key)):
-        if _DIGEST.fullmatch(digest) is None:
+        if len(digest) != _DIGEST_CHARS or not _HEX.issuperset(digest):
             yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
     if image.abi not in manifest.abis:
         yield f"abi {image.abi!r} is not one of {', '.join(manifest.abis) or 'none'}"

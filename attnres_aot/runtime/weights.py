@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnres_aot.errors import OperandError, UsageError
+from attnres_aot.records import dataclass
 from attnres_aot.runtime.operands import vector_problems
 from attnres_aot.variants import ConsumerKey
 
@@ -34,7 +35,8 @@ class AttnResWeights(NamedTuple):
     """[H]: weight of the output norm."""
 
 
-class Target(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Target:
     """What a layer or backbone says about its consumer."""
 
     weights: AttnResWeights
@@ -115,7 +117,7 @@ def read_target(layer: Any, *, final: bool, has_delta: bool | None) -> Target:
     write = int(parts["block_write_idx"]) if not final and parts["is_block_write_layer"] else None
     key = ConsumerKey(nb=nb, has_delta=nb > 0 if has_delta is None else has_delta, write=write, final=final)
     eps, out_eps = map(float, numbers.values())
-    return Target(weights, key, (eps, out_eps))
+    return Target(weights=weights, key=key, eps=(eps, out_eps))
 
 
 def _is_epsilon(value: object) -> bool:
