@@ -85,6 +85,8 @@ class Order:
     """Launch with programmatic stream serialization."""
     accepts: Callable[..., bool]
     """Tells whether tensors have the geometry that the constants describe."""
+    trusts: Callable[[torch.Tensor], bool] | None = None
+    """Tells as much of `out` alone, which is enough while no address changes; None: it never is."""
     check: Callable[[tuple[int, ...]], None] | None
     """Raises if pointers cannot be launched; None trusts them."""
     what: str
@@ -115,7 +117,8 @@ class Plan:
         self._check, self._what = order.check, order.what
         self.accepts = order.accepts
         self.steps: Steps = (
-            order.accepts, self.idle.pop, self.idle.append, device.stream, device.ordinal, device.current, self
+            order.accepts, order.trusts, self.idle.pop, self.idle.append, device.stream, device.ordinal, device.current,
+            self,
         )  # fmt: skip
 
     def launch(self, pointers: tuple[int, ...]) -> None:
@@ -128,7 +131,7 @@ class Plan:
           OperandError: checks are on and an address is unaligned, or operands overlap.
           DriverError: the driver refused the launch.
         """
-        _, pop, push, current_stream, ordinal, current, _ = self.steps
+        _, _, pop, push, current_stream, ordinal, current, _ = self.steps
         try:
             slot = pop()
         except IndexError:
@@ -182,6 +185,7 @@ class Plan:
 
 Steps = tuple[
     Callable[..., bool],
+    Callable[[torch.Tensor], bool] | None,
     Callable[[], Slot],
     Callable[[Slot], None],
     Callable[[int], int],
@@ -189,8 +193,9 @@ Steps = tuple[
     Callable[[], int] | None,
     Plan,
 ]
-"""What `Plan.launch` uses, for callers that do its steps themselves: `accepts`; takes a slot and puts it back; the
-device's stream, its number, and the current device's; the plan. Unpacking it costs less than looking each up."""
+"""What a launch uses, for callers that do the steps of `Plan.launch` themselves: `accepts` and `trusts`; what takes a
+slot and puts it back; the device's current stream, its number, the current device; the plan. One unpacking costs less
+than many look-ups."""
 
 
 class NoPlan:
@@ -199,7 +204,7 @@ class NoPlan:
     __slots__ = ("steps",)
 
     def __init__(self) -> None:
-        self.steps = (self.accepts, *[None] * 6)  # what a caller unpacks before `accepts` refuses
+        self.steps = (self.accepts, *[None] * 7)  # what a caller unpacks before `accepts` refuses
 
     def accepts(self, *_: torch.Tensor) -> bool:
         """Returns False."""

@@ -61,7 +61,8 @@ class PreparedAttnRes(BoundConsumer):
           eps: epsilon of both norms, or a pair (under the logits, of the output norm).
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: launch with programmatic stream serialization.
-          checks: check the addresses of operands (alignment, overlap) whenever they change. Geometry is always checked.
+          checks: check the addresses of operands (alignment, overlap) whenever they change, and geometry always; if off,
+            geometry whenever an address or `out` changes.
           fallback: called with a `Missed` where the bundle lacks a variant, instead of raising.
 
         Raises:
@@ -137,8 +138,8 @@ class PreparedAttnRes(BoundConsumer):
             return out
         if aux is not None:
             return self._run_aux(delta, prefix, blocks, out, aux)
-        accepts, pop, push, current_stream, ordinal, current, plan = self._ordinary.steps
-        if not accepts(delta, prefix, blocks, out):
+        accepts, trusts, pop, push, current_stream, ordinal, current, plan = self._ordinary.steps
+        if not (accepts(delta, prefix, blocks, out) if trusts is None else trusts(out)):
             return self._launch_new(self._ordinary, (delta, prefix, blocks, out), ring=False)
         pointers = (delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr())
         try:
@@ -147,6 +148,9 @@ class PreparedAttnRes(BoundConsumer):
             slot = plan.make_slot()
         stream = current_stream(ordinal)
         if slot.pointers != pointers or slot.stream != stream:
+            if trusts is not None and not accepts(delta, prefix, blocks, out):
+                push(slot)
+                return self._launch_new(self._ordinary, (delta, prefix, blocks, out), ring=False)
             plan.fill(slot, pointers, stream)
         call = slot.call
         if status := call() if current is None or current() == ordinal else plan.call_elsewhere(slot):
@@ -186,8 +190,8 @@ class PreparedAttnRes(BoundConsumer):
             return out
         if aux is not None:
             return self._run_ring_aux(prefix, blocks, out, aux)
-        accepts, pop, push, current_stream, ordinal, current, plan = self._ring.steps
-        if not accepts(prefix, blocks, out):
+        accepts, trusts, pop, push, current_stream, ordinal, current, plan = self._ring.steps
+        if not (accepts(prefix, blocks, out) if trusts is None else trusts(out)):
             return self._launch_new(self._ring, (prefix, blocks, out), ring=True)
         pointers = (prefix.data_ptr(), blocks.data_ptr(), out.data_ptr())
         try:
@@ -196,6 +200,9 @@ class PreparedAttnRes(BoundConsumer):
             slot = plan.make_slot()
         stream = current_stream(ordinal)
         if slot.pointers != pointers or slot.stream != stream:
+            if trusts is not None and not accepts(prefix, blocks, out):
+                push(slot)
+                return self._launch_new(self._ring, (prefix, blocks, out), ring=True)
             plan.fill(slot, pointers, stream)
         call = slot.call
         if status := call() if current is None or current() == ordinal else plan.call_elsewhere(slot):

@@ -100,6 +100,7 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         rows=rows,
         pdl=binding.pdl,
         accepts=make_guard(tensors),
+        trusts=None if binding.checks else make_guard([tensors[-2] if binding.aux else tensors[-1]]),
         check=AddressCheck(views, fixed_memory(binding, rows)) if binding.checks else None,
         what=f"{variant} for {rows} rows",
     )

@@ -221,6 +221,44 @@ def test_geometry_is_checked_even_with_checks_off(prepared, operands):
         prepared.run(*operands(rows=3).replace(delta=rows_of(4)).ordinary)
 
 
+def wide_view(rows: int) -> torch.Tensor:
+    return torch.zeros((rows, 2 * HIDDEN), dtype=torch.bfloat16)[:, :HIDDEN]
+
+
+def test_with_checks_off_geometry_is_compared_wherever_an_address_or_out_changes(stub, prepared, operands):
+    prepared.checks = False
+    given = operands(rows=3)
+    for _ in range(2):
+        prepared.run(*given.ordinary)
+    moved = given.replace(delta=wide_view(3))
+    prepared.run(*moved.ordinary)
+    assert stub.launch().arguments()["source_row_stride"] == 2 * HIDDEN // 8
+    with pytest.raises(OperandError, match=r"delta has 4 rows"):
+        prepared.run(*given.replace(delta=rows_of(4)).ordinary)
+    shorter = [tensor[:2] for tensor in moved.ordinary]  # at the same addresses
+    prepared.run(*shorter)
+    assert stub.launch().arguments()["rows"] == 2
+    with pytest.raises(OperandError, match=r"delta has 3 rows, but out has 2"):
+        prepared.run(given.delta, *shorter[1:])
+    prepared.run(*given.ordinary)
+    assert stub.launch().arguments()["source_row_stride"] == HIDDEN // 8
+    assert stub.launch_count() == 5
+    assert len(prepared._ordinary.plan.idle) == 1
+
+
+def test_a_ring_launch_with_checks_off_compares_geometry_wherever_an_address_changes(stub, prepared, operands):
+    prepared.bind_ring(attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu"))
+    prepared.checks = False
+    given = operands(rows=3)
+    for _ in range(2):
+        prepared.run_ring(*given.ring)
+    prepared.run_ring(*given.replace(prefix=wide_view(3)).ring)
+    assert stub.launch().arguments()["prefix_row_stride"] == 2 * HIDDEN // 8
+    with pytest.raises(OperandError, match=r"prefix has 4 rows"):
+        prepared.run_ring(*given.replace(prefix=rows_of(4)).ring)
+    assert stub.launch_count() == 3
+
+
 def test_tensor_that_is_resized_in_place_is_checked_again(prepared, operands):
     given = operands(rows=3)
     prepared.run(*given.ordinary)
