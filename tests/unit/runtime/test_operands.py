@@ -252,7 +252,8 @@ def test_a_ring_launch_with_checks_off_compares_geometry_wherever_an_address_cha
     given = operands(rows=3)
     for _ in range(2):
         prepared.run_ring(*given.ring)
-    prepared.run_ring(*given.replace(prefix=wide_view(3)).ring)
+    moved = given.replace(prefix=wide_view(3))  # kept, so that its address is not that of the next
+    prepared.run_ring(*moved.ring)
     assert stub.launch().arguments()["prefix_row_stride"] == 2 * HIDDEN // 8
     with pytest.raises(OperandError, match=r"prefix has 4 rows"):
         prepared.run_ring(*given.replace(prefix=rows_of(4)).ring)
