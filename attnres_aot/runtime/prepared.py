@@ -61,8 +61,8 @@ class PreparedAttnRes(BoundConsumer):
           eps: epsilon of both norms, or a pair (under the logits, of the output norm).
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: launch with programmatic stream serialization.
-          checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off, the
-            layout of operands must follow from that of `out`; geometry is compared if an address or `out` changes.
+          checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off,
+            their layout must follow from that of `out`; geometry is compared if an address or `out` changes.
           fallback: called with a `Missed` where the bundle lacks a variant, instead of raising.
 
         Raises:
