@@ -127,6 +127,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "mad.lo.s64": lambda a, b, c: a * b + c,
     "and.b32": torch.bitwise_and,
     "or.b32": torch.bitwise_or,
+    "or.b64": torch.bitwise_or,
     "and.pred": torch.logical_and,
     "or.pred": torch.logical_or,
     "shl.b32": lambda a, n: a << _shift(n, 32),
