@@ -172,7 +172,7 @@ def st_async(address, barrier, rank, values, enabled, *, loc=None, ip=None):
     form, payload = ("v4.b32", f"{{{names}}}") if len(values) == 4 else ("b32", names)
     text = (
         "{ .reg .pred on; .reg .b32 there, bar; setp.ne.s32 on, $3, 0;"
-        " mapa.shared::cluster.u32 there, $0, $2; mapa.shared::cluster.u32 bar, $1, $2;"
+        " @on mapa.shared::cluster.u32 there, $0, $2; @on mapa.shared::cluster.u32 bar, $1, $2;"
         f" @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{form} [there], {payload}, [bar]; }}"
     )
     constraints = "r,r,r,r" + ",r" * len(values)
