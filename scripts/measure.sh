@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in about four minutes: kernels, host cost, cold start, a soak of a million launches.
+# Everything that is measured on a GPU, each part under a time limit: kernels, host cost, cold start, a soak of a million launches.
 #
 #     scripts/measure.sh BUNDLE FOLDER [PART ...]     parts: gpu host soak (the default), tune
 #

@@ -13,10 +13,11 @@ from typing import Literal
 
 from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.manifest import to_json
+from attnres_aot.runtime.device_archs import dotted, fitting_archs
 from attnres_aot.runtime.driver import MIN_CUDA, MIN_DRIVER
 from attnres_aot.runtime.machine import Driver, Machine, Torch, gather_machine
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Place, search_order
-from attnres_aot.runtime.resolve import Request, Resolution, dotted, fitting_archs, locate, unusable
+from attnres_aot.runtime.resolve import Request, Resolution, locate, unusable
 
 _FAILURE_FIXES = {
     "CUDA_ERROR_STUB_LIBRARY": "the library found is the toolkit's link-time stub: take its folder out of "

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attnres_aot.arch import BUILDABLE, Arch, parse_arch
+from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.errors import BundleError, UsageError, did_you_mean
 from attnres_aot.manifest import SCHEMA, ImageRecord
+from attnres_aot.runtime.device_archs import build_command, dotted, fitting_archs
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Candidate, Place, search_order
 
 Status = Literal["accepted", "fits", "refused"]
@@ -180,26 +181,6 @@ def unusable(candidate: Candidate) -> str:
     except UsageError as error:
         return f"the manifest's arch: {error}"
     return ""
-
-
-def fitting_archs(capability: tuple[int, int]) -> tuple[Arch, ...]:
-    """Lists the buildable archs whose code runs on `capability`, closest first."""
-    fitting = [arch for arch in BUILDABLE if arch.runs_on(capability)]
-    return tuple(sorted(fitting, key=lambda arch: arch.distance(capability)))
-
-
-def build_command(capability: tuple[int, int]) -> str | None:
-    """Returns the command that builds a bundle for `capability`, or None if no buildable arch runs there.
-
-    Plain archs are suggested: their bundles also serve later devices of the same major capability.
-    """
-    plain = [arch for arch in fitting_archs(capability) if not arch.suffix]
-    return f"attnres-aot build --arch {plain[0]}" if plain else None
-
-
-def dotted(capability: tuple[int, int]) -> str:
-    """Formats a compute capability, e.g. `9.0`."""
-    return f"{capability[0]}.{capability[1]}"
 
 
 def _choose(request: Request, trace: Sequence[Visit], place: Place, verdicts: Sequence[Verdict]) -> Resolution:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from attnres_aot.runtime.device_archs import build_command, fitting_archs
 from attnres_aot.runtime.places import Candidate, Place
-from attnres_aot.runtime.resolve import Request, build_command, fitting_archs, judge, resolve
+from attnres_aot.runtime.resolve import Request, judge, resolve
 
 
 def candidate(path: str, arch: str = "sm_90", **changes: object) -> Candidate:
