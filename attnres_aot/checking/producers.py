@@ -15,8 +15,7 @@ from attnres_aot.checking.arena import saved_blocks as blocks_of
 from attnres_aot.checking.cases import MAX_ROWS, Banks
 from attnres_aot.checking.check import describe_memory
 from attnres_aot.checking.inputs import BANK_ROWS, Bank
-from attnres_aot.checking.suite import MAX_PROBLEMS, DeviceLostError, wait
-from attnres_aot.errors import AttnResError
+from attnres_aot.checking.suite import DeviceLostError, check_cases, wait
 from attnres_aot.manifest import Manifest
 from attnres_aot.variants import MAX_SLOTS, Producer, parse_producer
 
@@ -119,27 +118,14 @@ def check_producer(
     Raises:
       DeviceLostError: a launch hung or broke the device.
     """
-    verdicts: list[_Verdict] = []
-    problems: list[str] = []
-    for case in producer_cases(producer, row_counts, salt):
-        try:
-            verdict = _check(case, launcher, banks)
-        except DeviceLostError:
-            raise
-        except AttnResError as error:
-            problems.append(f"{case}: {type(error).__name__}: {error}")
-            continue
-        except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
-            raise DeviceLostError(f"{case}: the device failed: {error}") from error
-        verdicts.append(verdict)
-        problems += [f"{case}: {problem}" for problem in verdict.problems]
-    hidden = max(0, len(problems) - MAX_PROBLEMS)
+    cases = producer_cases(producer, row_counts, salt)
+    verdicts, problems = check_cases(cases, lambda case: _check(case, launcher, banks))
     return ProducerResult(
         producer=producer,
         cases=len(verdicts),
         elements=sum(verdict.elements for verdict in verdicts),
         relative_error=max((verdict.relative_error for verdict in verdicts), default=0.0),
-        problems=(*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden else [])),
+        problems=problems,
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,18 @@ class Consumer(Protocol):
 
     def launch(self, case: Case, views: Views) -> None:
         """Launches `case` on the current stream; the inputs are in `views`, and so must be the results."""
+
+
+class Judged(Protocol):
+    """What was found out about one case."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What is wrong; empty when everything is right."""
+
+
+_Case = TypeVar("_Case")
+_Verdict = TypeVar("_Verdict", bound=Judged)
 
 
 class DeviceLostError(DriverError):
@@ -64,19 +76,8 @@ def check_variant(
     Raises:
       DeviceLostError: a launch hung or broke the device.
     """
-    verdicts: list[Verdict] = []
-    problems: list[str] = []
-    for case in cases_for(variant, row_counts, salt):
-        try:
-            verdict = check_case(case, consumer, banks)
-        except DeviceLostError:
-            raise
-        except AttnResError as error:
-            problems.append(f"{case}: {type(error).__name__}: {error}")
-            continue
-        verdicts.append(verdict)
-        problems += [f"{case}: {problem}" for problem in verdict.problems]
-    hidden = max(0, len(problems) - MAX_PROBLEMS)
+    cases = cases_for(variant, row_counts, salt)
+    verdicts, problems = check_cases(cases, lambda case: check_case(case, consumer, banks))
     return VariantResult(
         variant=variant,
         cases=len(verdicts),
@@ -85,8 +86,39 @@ def check_variant(
         ulp_limit=ulp_limit(variant),
         relative_error=max((verdict.relative_error or 0.0 for verdict in verdicts), default=0.0),
         ill_conditioned=sum(verdict.ill_conditioned for verdict in verdicts),
-        problems=(*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden else [])),
+        problems=problems,
     )
+
+
+def check_cases(cases: Iterable[_Case], check: Callable[[_Case], _Verdict]) -> tuple[list[_Verdict], tuple[str, ...]]:
+    """Checks cases one after another; one that cannot be launched is a problem, and the next one is still checked.
+
+    Args:
+      cases: what to check; `str(case)` names it.
+      check: launches and judges a case.
+
+    Returns:
+      The verdicts, and the problems of all cases, the first MAX_PROBLEMS of them in words.
+
+    Raises:
+      DeviceLostError: a launch hung or broke the device.
+    """
+    verdicts: list[_Verdict] = []
+    problems: list[str] = []
+    for case in cases:
+        try:
+            verdict = check(case)
+        except DeviceLostError:
+            raise
+        except AttnResError as error:
+            problems.append(f"{case}: {type(error).__name__}: {error}")
+            continue
+        except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
+            raise DeviceLostError(f"{case}: the device failed: {error}") from error
+        verdicts.append(verdict)
+        problems += [f"{case}: {problem}" for problem in verdict.problems]
+    hidden = max(0, len(problems) - MAX_PROBLEMS)
+    return verdicts, (*problems[:MAX_PROBLEMS], *([f"and {hidden} more"] if hidden else []))
 
 
 def check_case(case: Case, consumer: Consumer, banks: Banks) -> Verdict:
