@@ -16,7 +16,7 @@ from typing import Any
 from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.arch import Arch
 from attnres_aot.errors import CompileError
-from attnres_aot.variants import ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
+from attnres_aot.variants import ELEMS_PER_CTA, ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
 
 NARROW = (128, 1)
 """Threads per CTA, and 16-byte vectors per thread, where a row should be done soon."""
@@ -55,6 +55,8 @@ def prepare_environment(arch: Arch, environ: MutableMapping[str, str] = os.envir
 def launch_constants(spec: ImageSpec) -> dict[str, int]:
     """The launch shape that an image of `spec` is compiled with; part of its build key."""
     threads, vectors = WIDE if isinstance(spec, ConsumerSpec) and spec.wide else NARROW
+    if isinstance(spec, PublishSpec):
+        vectors *= spec.hidden // ELEMS_PER_CTA
     return {
         "cluster": spec.cluster,
         "threads": threads,
@@ -110,15 +112,16 @@ def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:
 
 def _kernel(spec: ImageSpec, shape: dict[str, int]) -> Any:
     """Makes the kernel object of `spec`; importing a kernel's module imports the DSL."""
-    common = {name: shape[name] for name in ("cluster", "threads", "vectors", "min_ctas_per_sm")}
-    if isinstance(spec, StatisticsSpec):
-        from attnres_aot.kernels.statistics import Statistics
-
-        return Statistics(hidden=spec.hidden, nb=spec.nb, **common)
+    common = {name: shape[name] for name in ("threads", "vectors", "min_ctas_per_sm")}
     if isinstance(spec, PublishSpec):
         from attnres_aot.kernels.publish import Publish
 
         return Publish(hidden=spec.hidden, **common)
+    common["cluster"] = shape["cluster"]
+    if isinstance(spec, StatisticsSpec):
+        from attnres_aot.kernels.statistics import Statistics
+
+        return Statistics(hidden=spec.hidden, nb=spec.nb, **common)
     from attnres_aot.kernels.consumer import Consumer
 
     return Consumer(

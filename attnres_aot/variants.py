@@ -23,7 +23,7 @@ from attnres_aot.errors import UsageError
 from attnres_aot.records import dataclass
 
 ELEMS_PER_CTA = 1024
-"""Row elements that one CTA handles; a row of hidden size c * 1024 is one cluster of c CTAs."""
+"""Row elements that one CTA of a cluster handles; a row of hidden size c * 1024 is one cluster of c CTAs."""
 MAX_CLUSTER = 8
 """Largest cluster that every supported GPU launches (the portable cluster size)."""
 MAX_BLOCKS = 8
@@ -184,8 +184,8 @@ class PublishSpec:
 
     @property
     def cluster(self) -> int:
-        """CTAs that share one row."""
-        return self.hidden // ELEMS_PER_CTA
+        """CTAs per row: one, because a cluster may not start beside the consumer that waits for its row."""
+        return 1
 
 
 ImageSpec = ConsumerSpec | StatisticsSpec | PublishSpec

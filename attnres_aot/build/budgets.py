@@ -28,7 +28,7 @@ def register_budget(spec: ImageSpec, launch: dict[str, int]) -> int:
 def _of_its_kind(spec: ImageSpec) -> int:
     """The most of all images of a kind, rounded up: sm_90, sm_100, sm_103, sm_120; H 1024 to 8192; 2026-11-30."""
     if not isinstance(spec, ConsumerSpec):
-        return 88 if spec.kernel == STATISTICS else 24
+        return 88 if spec.kernel == STATISTICS else 48
     if spec.slots > 8:
         return 128
     if spec.nb is None:

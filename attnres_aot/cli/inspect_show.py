@@ -129,7 +129,8 @@ def _image_facts(record: ImageRecord, facts: CubinFacts) -> Iterator[tuple[str, 
 
 def _launch(record: ImageRecord) -> str:
     rows = "row" if record.rows_per_cluster == 1 else f"{record.rows_per_cluster} rows"
-    return f"a cluster of {record.cluster} CTAs of {record.block_threads} threads per {rows}"
+    ctas = "one CTA" if record.cluster == 1 else f"a cluster of {record.cluster} CTAs"
+    return f"{ctas} of {record.block_threads} threads per {rows}"
 
 
 def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:

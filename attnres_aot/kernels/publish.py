@@ -12,8 +12,12 @@ subnormals. Per word x of two bf16, in integers, so that nothing is flushed or q
 | source  | [rows, H]     | bf16 | row dynamic, last 1 | 16 B  | read after the dependency wait |
 | mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | rows 0..rows-1 written; one slot, here or on another GPU |
 
-Threads to elements: CTA `rank` of a row's K and thread `tid` of T own the vectors (8 elements) (rank * V + i) * T + tid
-of the row, i < V, where K * T * V * 8 = H. CTAs share nothing; there is no shared memory and no synchronisation.
+Threads to elements: one CTA per row; thread `tid` of T owns the vectors (8 elements) i * T + tid of the row, i < V, where
+T * V * 8 = H. CTAs share nothing; there is no shared memory and no synchronisation.
+
+No clusters: a cluster starts only where all of its CTAs fit at once, and these rows may be what a consumer beside them
+waits for. H200, driver 580, 2026-11-30: clusters of 7 were in the end not started while another stream's consumer of 64
+rows waited for them, within 10,000 rounds; single CTAs always were.
 
 Order of launches: dependents are released after the wait, once every CTA of this grid is on an SM, so a consumer that
 polls this mailbox may spin beside them but cannot keep them out. Stores are relaxed at system scope, each fragment
@@ -22,7 +26,7 @@ know: on one GPU, a consumer earlier on the same stream has consumed them, becau
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, range_constexpr
+from cutlass import Int32, range_constexpr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.vectors import VEC, vec_address
@@ -34,27 +38,25 @@ MAGNITUDE = 0x7FFF7FFF
 class Publish:
     """Compiles to one image; the constructor's arguments are everything the code depends on."""
 
-    def __init__(self, hidden, cluster, threads, vectors, min_ctas_per_sm):
+    def __init__(self, hidden, threads, vectors, min_ctas_per_sm):
         """Fixes the code's constants.
 
         Args:
-          hidden: row length H in elements, cluster * threads * vectors * 8.
-          cluster: CTAs per row.
-          threads: threads per CTA.
+          hidden: row length H in elements, threads * vectors * 8.
+          threads: threads per CTA, of which a row has one.
           vectors: 16-byte vectors per thread.
           min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
         """
-        self.cluster, self.threads, self.vectors = cluster, threads, vectors
+        self.threads, self.vectors = threads, vectors
         self.min_ctas_per_sm = min_ctas_per_sm
         self.row_vecs = hidden // VEC
 
     @cute.jit
     def __call__(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32, stream):
-        """Launches one cluster per row; parameters are `attnres_aot.abi.PUBLISH_PARAMS`, strides in vectors."""
+        """Launches one CTA per row; parameters are `attnres_aot.abi.PUBLISH_PARAMS`, strides in vectors."""
         self.kernel(source, mailbox, source_row_stride, rows).launch(
-            grid=(self.cluster * rows, 1, 1),
+            grid=(rows, 1, 1),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=self.min_ctas_per_sm,
@@ -63,11 +65,10 @@ class Publish:
 
     @cute.kernel
     def kernel(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32):
-        """Device body: one row per cluster."""
+        """Device body: one row per CTA."""
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
-        cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
+        row, _, _ = cute.arch.block_idx()
+        cols = [i * self.threads + tid for i in range(self.vectors)]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         vs = [ptx.ld_vec(vec_address(source, row, source_row_stride, col)) for col in cols]

@@ -38,7 +38,7 @@ BUDGETS = [
     Budget("statistics and slots", consumer(nb=None, slots=8), 96),
     Budget("statistics and many slots", consumer(nb=None, slots=9), 128),
     Budget("statistics made", StatisticsSpec(hidden=7168, nb=8), 88),
-    Budget("publish", PublishSpec(hidden=7168), 24),
+    Budget("publish", PublishSpec(hidden=7168), 48),
 ]
 
 

@@ -49,10 +49,10 @@ def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
     assert "22 variants and 2 producers in 14 images of 91,792 bytes" in out
-    assert "14 images: all with spills 0, CTAs 2, rows 1" in out
+    assert "14 images: all with spills 0, rows 1" in out
     assert "rows 1-8:1, saved blocks 2:1 for (tp,dcp) (2,2)" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["h2048-nb1-delta", "8", "40", "128", "6,696", "4"] in lines
+    assert ["h2048-nb1-delta", "8", "40", "2", "128", "6,696", "4"] in lines
     assert ["statistics", "2", "(2,2)", "1", "8"] in lines
     assert ["publish", "-", "(2,1)", "(2,2)", "1", "8"] in lines
     assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
@@ -61,8 +61,13 @@ def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
 def test_what_differs_among_images_gets_a_column(bundle, capsys):
     bundle.edit(lambda raw: raw["images"][1].update(spill_bytes=16))
     lines = [line.split() for line in run(capsys, bundle.path).splitlines()]
-    assert ["image", "registers", "spills", "smem", "threads", "bytes", "serves"] in lines
-    assert ["h2048-nb1-delta", "8", "16", "40", "128", "6,696", "4"] in lines
+    assert ["image", "registers", "spills", "smem", "CTAs", "threads", "bytes", "serves"] in lines
+    assert ["h2048-nb1-delta", "8", "16", "40", "2", "128", "6,696", "4"] in lines
+
+
+def test_a_publisher_is_launched_without_clusters(bundle, capsys):
+    """Its image is one CTA per row: a cluster may not start beside the consumer that waits for the row."""
+    assert "one CTA of 128 threads per row" in run(capsys, bundle.path, "--image", "h2048-publish")
 
 
 def test_statistics_have_a_row_of_their_own_where_fewer_deployments_need_them(bundle, capsys):

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.compiler import launch_constants
+from attnres_aot.variants import PublishSpec
+
 ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
@@ -68,6 +71,17 @@ def test_a_publisher_waits_before_it_reads_and_stores_whole_fragments_for_the_sy
     ptx = compiled["ptx"]["publish"]
     (release,) = places(ptx, r"griddepcontrol\.launch_dependents")
     (wait,) = places(ptx, r"griddepcontrol\.wait")
-    (load,) = places(ptx, r"ld\.global\.v4\.b32")
-    (store,) = places(ptx, r"st\.relaxed\.sys\.global\.v4\.b32")
-    assert wait < release < load < store
+    loads, stores = places(ptx, r"ld\.global\.v4\.b32"), places(ptx, r"st\.relaxed\.sys\.global\.v4\.b32")
+    assert wait < release < min(loads) < max(loads) < min(stores)
+    assert len(loads) == len(stores) == 2048 // (128 * 8)
+    assert loads + stores == places(ptx, r"\b(ld|st)\.\S*global")
+
+
+def test_a_publisher_needs_no_cluster(compiled):
+    """A consumer may fill the GPU while it waits for the rows: single CTAs start beside it, clusters may never do."""
+    assert "cluster" not in compiled["ptx"]["publish"]
+    assert "cluster" in compiled["ptx"]["statistics"]
+    for hidden in range(1024, 8192 + 1, 1024):
+        launch = launch_constants(PublishSpec(hidden=hidden))
+        assert launch["cluster"] == launch["rows_per_cluster"] == 1
+        assert launch["threads"] * launch["vectors"] * 8 == hidden
