@@ -52,7 +52,8 @@ def test_host_costs_are_in_proportion(rig):
 def test_the_bare_launch_computes_what_the_loader_computes(rig):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        ways, (_, sets, *_) = host.ways_to_launch(rig, host.memset_fill(rig))
+        ways, kept = host.ways_to_launch(rig, host.memset_fill(rig))
+        sets = kept[1]
         assert isinstance(sets, Sets)
         prefix, results = sets.prefix.clone(), []
         for name in (host.BARE, host.RUN):
