@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,18 +65,28 @@ class Shape:
     """With programmatic stream serialization."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BareLaunch:
-    """One launch of which nothing is left to prepare."""
-
-    call: Callable[[], int]
-    """Launches and returns the driver's status."""
-    memory: tuple[object, ...]
-    """What the driver reads; kept alive here."""
+def holding(call: partial[int], *objects: object) -> partial[int]:
+    """Keeps objects alive as long as a call of the driver, which knows no more of them than addresses."""
+    call.__dict__["objects"] = objects
+    return call
 
 
-def bare_launch(driver: Driver, function: ctypes.c_void_p, shape: Shape, stream: int, parameters: bytes) -> BareLaunch:
-    """Prepares a launch on one stream with one block of parameters."""
+def bare_launch(
+    driver: Driver, function: ctypes.c_void_p, shape: Shape, stream: int, parameters: bytes, operands: object = None
+) -> partial[int]:
+    """Prepares a launch of which nothing is left to do but the driver's call.
+
+    Args:
+      driver: what is called.
+      function: the kernel.
+      shape: its launch shape.
+      stream: where to.
+      parameters: one block, as `pack_parameters` makes it.
+      operands: whatever the addresses in `parameters` are of.
+
+    Returns:
+      What launches and returns the driver's status. It keeps everything that a launch reads, operands too, alive.
+    """
     attributes = (_Attribute * 2)()
     attributes[0].id = _CLUSTER_DIMENSION
     attributes[0].value[0:3] = [shape.cluster, 1, 1]
@@ -95,7 +105,7 @@ def bare_launch(driver: Driver, function: ctypes.c_void_p, shape: Shape, stream:
     extra = (ctypes.c_void_p * 5)(_BUFFER_POINTER, ctypes.addressof(buffer), _BUFFER_SIZE, ctypes.addressof(size), _END)
     last = ctypes.cast(extra, ctypes.c_void_p) if parameters else None
     call = partial(driver.lib.cuLaunchKernelEx, ctypes.c_void_p(ctypes.addressof(config)), function, None, last)
-    return BareLaunch(call=call, memory=(attributes, config, buffer, size, extra))
+    return holding(call, attributes, config, buffer, size, extra, operands)
 
 
 def pack_parameters(kernel: LoadedKernel, values: Mapping[str, int | float]) -> bytes:

@@ -74,14 +74,11 @@ def measure_empty(
 def _on_current_stream(driver: Driver, function: ctypes.c_void_p, shape: Shape, device: TorchDevice) -> Call:
     """Returns what launches on whatever stream is current then."""
     ready: dict[int, Callable[[], int]] = {}
-    kept: list[object] = []
 
     def launch() -> None:
         stream = device.stream(device.ordinal)
         if stream not in ready:
-            made = bare_launch(driver, function, shape, stream, b"")
-            kept.append(made)
-            ready[stream] = made.call
+            ready[stream] = bare_launch(driver, function, shape, stream, b"")
         driver.check(ready[stream](), "launch the empty kernel")
 
     return launch

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from attnres_aot.bench.bare import BareLaunch, Shape, bare_launch, pack_parameters
+from attnres_aot.bench.bare import Shape, bare_launch, holding, pack_parameters
 from attnres_aot.bench.clock import Call
 from attnres_aot.bench.results import HostCost
 from attnres_aot.bench.rig import EPS, SPIN_BUDGET, Job, Rig, Sets
@@ -44,10 +44,8 @@ def measure_host(rig: Rig, timer: Callable[[dict[str, Call]], dict[str, float]])
     device = rig.loaded.device.device
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        ways, kept = ways_to_launch(rig, memset_fill(rig))
-        times = timer(ways)
+        times = timer(ways_to_launch(rig, memset_fill(rig)))
         torch.cuda.synchronize(device)
-        del kept
     return costs(times)
 
 
@@ -63,25 +61,23 @@ def costs(times: Mapping[str, float]) -> tuple[HostCost, ...]:
     return tuple(found)
 
 
-def ways_to_launch(rig: Rig, fill: Fill) -> tuple[dict[str, Call], list[object]]:
-    """Returns each way of launching by name, and what must stay alive meanwhile."""
+def ways_to_launch(rig: Rig, fill: Fill) -> dict[str, Call]:
+    """Returns each way of launching by name; a call keeps alive what it works on."""
     variant = _richest(rig, slots=False)
     job = Job(variant=variant, rows=_ROWS, pdl=False)
     sets, other = rig.make_sets(job), rig.make_sets(job)
-    bare = _bare(rig, variant, sets)
     checked, unchecked = _prepare(rig, variant, sets, checks=True), _prepare(rig, variant, sets, checks=False)
     operands = _operands(sets)
     ways: dict[str, Call] = {
-        BARE: bare.call,
+        BARE: _bare(rig, variant, sets),
         RUN: partial(checked.run, *operands),
         RUN_UNCHECKED: partial(unchecked.run, *operands),
         RUN_MOVING: _alternating(partial(checked.run, *operands), partial(checked.run, *_operands(other))),
         TORCH: partial(sets.out[0].add_, 1.0),
     }
-    kept: list[object] = [bare, sets, other]
     if rig.loaded.bundle.manifest.mailbox.slots:
-        ways.update(_ring_ways(rig, fill, kept))
-    return ways, kept
+        ways.update(_ring_ways(rig, fill))
+    return ways
 
 
 def memset_fill(rig: Rig) -> Fill:
@@ -91,7 +87,7 @@ def memset_fill(rig: Rig) -> Fill:
     def fill(mailbox: torch.Tensor) -> Call:
         slots, _, hidden = mailbox.shape
         row, pitch = ctypes.c_size_t(hidden // 2), ctypes.c_size_t(mailbox.stride(0) * 2)
-        call: Callable[[], int] = partial(
+        call: partial[int] = partial(
             driver.lib.cuMemsetD2D32Async,
             ctypes.c_uint64(mailbox.data_ptr()),
             pitch,
@@ -101,12 +97,12 @@ def memset_fill(rig: Rig) -> Fill:
             ctypes.c_void_p(device.stream(device.ordinal)),
         )
         driver.check(call(), "fill a mailbox")  # once, for the timed calls are not checked
-        return call
+        return holding(call, mailbox)
 
     return fill
 
 
-def _ring_ways(rig: Rig, fill: Fill, kept: list[object]) -> dict[str, Call]:
+def _ring_ways(rig: Rig, fill: Fill) -> dict[str, Call]:
     variant = _richest(rig, slots=True)
     sets = rig.make_sets(Job(variant=variant, rows=_ROWS, pdl=False))
     assert sets.mailbox is not None
@@ -115,7 +111,6 @@ def _ring_ways(rig: Rig, fill: Fill, kept: list[object]) -> dict[str, Call]:
     for prepared in (checked, unchecked):
         prepared.bind_ring(mailbox, spin_budget=SPIN_BUDGET)
     publish = fill(mailbox)
-    kept += [sets, publish]
     return {
         FILL: _after(publish, lambda: None),
         RING: _after(publish, partial(checked.run_ring, *operands)),
@@ -161,7 +156,7 @@ def _richest(rig: Rig, *, slots: bool) -> Variant:
     return max(fit, key=lambda v: (-v.slots, v.key.has_delta, not v.key.final, v.key.nb))
 
 
-def _bare(rig: Rig, variant: Variant, sets: Sets) -> BareLaunch:
+def _bare(rig: Rig, variant: Variant, sets: Sets) -> Call:
     kernel = rig.loaded.kernel(variant, _ROWS)
     source, prefix, blocks, out = _operands(sets)
     norm, query, out_norm = sets.weights[0]
@@ -180,7 +175,8 @@ def _bare(rig: Rig, variant: Variant, sets: Sets) -> BareLaunch:
     values.update({name: stride // VECTOR_ELEMS for name, stride in strides.items()})
     values.update(write=-1, rows=_ROWS, eps=EPS, out_eps=EPS)
     stream = rig.loaded.device.stream(rig.loaded.device.ordinal)
-    return bare_launch(open_driver(), kernel.function, shape_of(rig, variant), stream, pack_parameters(kernel, values))
+    parameters = pack_parameters(kernel, values)
+    return bare_launch(open_driver(), kernel.function, shape_of(rig, variant), stream, parameters, sets)
 
 
 def shape_of(rig: Rig, variant: Variant, rows: int = _ROWS) -> Shape:

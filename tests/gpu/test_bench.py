@@ -11,7 +11,7 @@ from attnres_aot.bench.cold_start import measure_cold_start
 from attnres_aot.bench.gpu import gpu_facts
 from attnres_aot.bench.measure import measure_gpu
 from attnres_aot.bench.points import Selection, default_variants
-from attnres_aot.bench.rig import Job, Rig, Sets
+from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.bench.soak import CudaMachine, soak
 
 EFFORT = Effort(replays=5, host_calls=200, host_rounds=5)
@@ -52,15 +52,16 @@ def test_host_costs_are_in_proportion(rig):
 def test_the_bare_launch_computes_what_the_loader_computes(rig):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        ways, kept = host.ways_to_launch(rig, host.memset_fill(rig))
-        sets = kept[1]
-        assert isinstance(sets, Sets)
-        prefix, results = sets.prefix.clone(), []
+        ways = host.ways_to_launch(rig, host.memset_fill(rig))
+        run = ways[host.RUN]
+        assert isinstance(run, partial)
+        _, prefix, _, out = run.args
+        given, results = prefix.clone(), []
         for name in (host.BARE, host.RUN):
-            sets.prefix.copy_(prefix)
-            sets.out.zero_()
+            prefix.copy_(given)
+            out.zero_()
             ways[name]()
-            results.append((sets.prefix.clone(), sets.out.clone()))
+            results.append((prefix.clone(), out.clone()))
     stream.synchronize()
     (bare_prefix, bare_out), (run_prefix, run_out) = results
     assert bare_out.any()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import threading
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from attnres_aot.bench.clock import Call
 from attnres_aot.bench.gpu import GpuFacts, host_bytes
 from attnres_aot.bench.points import Selection
 from attnres_aot.bench.results import COLD, WARM
-from attnres_aot.bench.rig import EPS, Job, Rig, traffic
+from attnres_aot.bench.rig import EPS, Job, Rig, Sets, traffic
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime import api
 from attnres_aot.runtime.driver import open_driver
@@ -115,7 +117,7 @@ def test_statistics_consumers_take_what_is_bound(rig: Rig, stub) -> None:
 
 
 def test_the_bare_launch_is_the_loaders_launch(rig: Rig, stub) -> None:
-    ways, kept = host.ways_to_launch(rig, lambda mailbox: lambda: None)
+    ways = host.ways_to_launch(rig, lambda mailbox: lambda: None)
     records = []
     for name in (host.BARE, host.RUN, host.RUN_UNCHECKED):
         ways[name]()
@@ -125,11 +127,27 @@ def test_the_bare_launch_is_the_loaders_launch(rig: Rig, stub) -> None:
         assert bytes(bare)[8:132] == bytes(other)[8:132]  # stream, shape, attributes, symbol
         differing = {name for name, value in bare.arguments().items() if other.arguments()[name] != value}
         assert all(name.endswith("row_stride") for name in differing)  # which one row does not use
-    assert kept
+
+
+def test_a_bare_launch_keeps_its_operands_alive(rig: Rig, stub, monkeypatch) -> None:
+    outs = []
+    make_sets = rig.make_sets
+
+    def watched(job: Job) -> Sets:
+        sets = make_sets(job)
+        outs.append(weakref.ref(sets.out))
+        return sets
+
+    monkeypatch.setattr(rig, "make_sets", watched)
+    bare = host.ways_to_launch(rig, lambda mailbox: lambda: None)[host.BARE]
+    gc.collect()
+    assert [out() is not None for out in outs] == [True, False, False]  # the others are of other ways
+    assert bare() == 0
+    assert stub.launch().arguments()["out"] == outs[0]().data_ptr()
 
 
 def test_every_way_of_launching_launches_once(rig: Rig, stub) -> None:
-    ways, _ = host.ways_to_launch(rig, lambda mailbox: mailbox.zero_)
+    ways = host.ways_to_launch(rig, lambda mailbox: mailbox.zero_)
     launches = {}
     for name, call in ways.items():
         before = stub.launch_count()
@@ -140,7 +158,7 @@ def test_every_way_of_launching_launches_once(rig: Rig, stub) -> None:
 
 
 def test_other_tensors_take_turns(rig: Rig, stub) -> None:
-    ways, _ = host.ways_to_launch(rig, lambda mailbox: lambda: None)
+    ways = host.ways_to_launch(rig, lambda mailbox: lambda: None)
     outs = []
     for _ in range(4):
         ways[host.RUN_MOVING]()
@@ -154,7 +172,7 @@ def test_a_bare_launch_can_ask_for_pdl(rig: Rig, stub) -> None:
     parameters = host.pack_parameters(kernel, {"rows": 5})
     shape = Shape(grid=6, threads=128, cluster=2, shared_bytes=16, pdl=True)
     launch = bare_launch(open_driver(), kernel.function, shape, 77, parameters)
-    assert launch.call() == 0
+    assert launch() == 0
     found = stub.launch()
     assert (found.pdl, found.stream, list(found.grid), list(found.cluster), found.smem) == (
         1,
