@@ -7,15 +7,22 @@ other has published r, and what the rank publishes next could meet a mailbox fro
 With two, round r + 2 is published after the rank's consumer of r + 1 has ended, which waited for what the other
 published in r + 1, which the other's stream put after its own consumer of round r.
 
+What a consumer waits for must be able to start beside it, however many rows it spins for. On one GPU the launch that
+publishes therefore needs a hardware queue of its own, and must not be one of clusters, which may not be started there;
+a copy and this package's publisher are not. Consumers are: that of the round before may have to start beside the other
+rank's. 64 rows of 7 CTAs leave room for that on 132 SMs, which hold 4 or more such CTAs each; one cluster at a time is
+enough, since its rows are there and it ends at once.
+
 Every round is checked on the device, bit for bit, and counted there, so that the host never waits and the streams run
 into each other as they like. What is expected comes from launches with nothing beside them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +30,8 @@ import torch
 from attnres_aot import reference
 from attnres_aot.checking.inputs import Bank
 from attnres_aot.checking.ranks import SETS, Bind, Material, Publish, Rank, publish_words
-from attnres_aot.checking.suite import wait
+from attnres_aot.checking.suite import DeviceLostError, naming_device_failures, wait
+from attnres_aot.errors import DriverError
 from attnres_aot.variants import Variant
 
 RANKS = 2
@@ -129,18 +137,18 @@ class Soak:
         """Runs at least `rounds` rounds, some eagerly and some from graphs; stops early once a round was wrong.
 
         Raises:
-          DeviceLostError: a rank waits for ever, or a launch broke the device.
+          DeviceLostError: a rank waits for ever, or a launch broke the device; says at which round the host was, and
+            which ring consumer gave up, if one did.
         """
         self._warm_up()
         started, done, replayed, looked = time.monotonic(), 0, 0, 0
         while done < rounds:
-            if self._graphs and self._random.random() < 0.5:
-                count = self._replay()
-                replayed += count
-            else:
-                count = 2 * self._random.randint(1, 4)
-                for number in range(count):
-                    self._enqueue(self._draw(), number % 2, apart=self._random.random() < 0.5)
+            with _naming(f"round {done} of {rounds}"):
+                if self._graphs and self._random.random() < 0.5:
+                    count = self._replay()
+                    replayed += count
+                else:
+                    count = self._some_rounds()
             done += count
             if done - looked >= ROUNDS_BETWEEN_LOOKS:
                 looked = done
@@ -181,6 +189,13 @@ class Soak:
                 graphs[index].replay()
         return count
 
+    def _some_rounds(self) -> int:
+        """Enqueues a few rounds, an even number, and returns it."""
+        count = 2 * self._random.randint(1, 4)
+        for number in range(count):
+            self._enqueue(self._draw(), number % 2, apart=self._random.random() < 0.5)
+        return count
+
     def _enqueue(self, each: Round, parity: int, *, apart: bool) -> None:
         """Enqueues a round, one rank after the other, or `apart`: what both publish, then both consumers."""
         ranks = [self._ranks[index] for index in each.order]
@@ -213,23 +228,36 @@ class Soak:
     def _warm_up(self) -> None:
         """Runs everything once with the host in between: loading code may wait for a kernel that waits for it."""
         wait(self._device, "what the ranks were given")
-        for parity in range(2):
-            for rows in self._row_counts:
-                for pdl in (False, True):
-                    each = Round(content=0, rows=rows, sleeps=((1, 1),) * RANKS, pdl=(pdl,) * RANKS, order=(0, 1))
-                    for step in (self._produce, self._consume):
-                        for rank in self._ranks:
-                            with rank.current():
-                                step(rank, each, parity)
-                        self._settle("the warm-up")
-        for _, graphs in self._graphs:
-            for rank, graph in zip(self._ranks, graphs, strict=True):
-                with rank.current():
-                    graph.replay()
-            self._settle("the first replay of a graph")
+        with _naming("the warm-up"):
+            for parity in range(2):
+                for rows in self._row_counts:
+                    for pdl in (False, True):
+                        each = Round(content=0, rows=rows, sleeps=((1, 1),) * RANKS, pdl=(pdl,) * RANKS, order=(0, 1))
+                        for step in (self._produce, self._consume):
+                            for rank in self._ranks:
+                                with rank.current():
+                                    step(rank, each, parity)
+                            self._settle("the warm-up")
+            for _, graphs in self._graphs:
+                for rank, graph in zip(self._ranks, graphs, strict=True):
+                    with rank.current():
+                        graph.replay()
+                self._settle("the first replay of a graph")
 
     def _settle(self, what: str) -> None:
         """Waits for both ranks, but not for ever."""
         for rank in self._ranks:
             with rank.current():
                 wait(self._device, f"rank {rank.index}, {what}")
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Says where the host was when torch or the loader reported that an earlier launch broke the device."""
+    try:
+        with naming_device_failures(what):
+            yield
+    except DeviceLostError:
+        raise
+    except DriverError as error:
+        raise DeviceLostError(f"{what}: {error}") from error

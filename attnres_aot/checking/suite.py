@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,14 +108,13 @@ def check_cases(cases: Iterable[_Case], check: Callable[[_Case], _Verdict]) -> t
     problems: list[str] = []
     for case in cases:
         try:
-            verdict = check(case)
+            with naming_device_failures(str(case)):
+                verdict = check(case)
         except DeviceLostError:
             raise
         except AttnResError as error:
             problems.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
-            raise DeviceLostError(f"{case}: the device failed: {error}") from error
         verdicts.append(verdict)
         problems += [f"{case}: {problem}" for problem in verdict.problems]
     hidden = max(0, len(problems) - MAX_PROBLEMS)
@@ -127,15 +127,11 @@ def check_case(case: Case, consumer: Consumer, banks: Banks) -> Verdict:
     Raises:
       DeviceLostError: the launch hung or broke the device.
     """
-    try:
+    with naming_device_failures(str(case)):
         prepared = prepare(case, banks)
         consumer.launch(case, prepared.arena.views)
         wait(banks.device, str(case))
         return judge(prepared)
-    except AttnResError:
-        raise
-    except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
-        raise DeviceLostError(f"{case}: the device failed: {error}") from error
 
 
 def check_variants(
@@ -185,15 +181,26 @@ def wait(device: torch.device, what: str, seconds: float = LAUNCH_SECONDS) -> No
     if device.type != "cuda":
         return
     deadline = time.monotonic() + seconds
-    try:
+    with naming_device_failures(what):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
                 raise DeviceLostError(f"{what}: the launch did not finish within {seconds:g} s")
-    except DeviceLostError:
+
+
+@contextlib.contextmanager
+def naming_device_failures(what: str) -> Iterator[None]:
+    """Says what was being done when torch reported that an earlier launch broke the device.
+
+    Raises:
+      DeviceLostError: torch did; says which ring consumer gave up, if one did.
+    """
+    try:
+        yield
+    except AttnResError:
         raise
-    except RuntimeError as error:  # torch reports what an earlier launch did to the device this way
+    except RuntimeError as error:
         raise DeviceLostError(f"{what}: {read_fault() or f'the device failed: {error}'}") from error
 
 

@@ -1,5 +1,6 @@
 """The soak finds what a ring consumer or a publisher does wrong, with a simulated consumer and one thread."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,11 +9,12 @@ import torch
 from simulated_consumer import SimulatedConsumer
 
 from attnres_aot import reference
+from attnres_aot.checking import suite
 from attnres_aot.checking.arena import DENSE, Views
 from attnres_aot.checking.cases import Case
 from attnres_aot.checking.ranks import Bound, publish_words
 from attnres_aot.checking.soak import Soak
-from attnres_aot.errors import CompileError
+from attnres_aot.errors import CompileError, DriverError
 from attnres_aot.variants import parse_variant
 
 CAPACITY = 8
@@ -153,3 +155,40 @@ def test_equal_seeds_give_equal_rounds(banks):
         soak(simulation, banks).run(20)
         runs.append(simulation.rows)
     assert runs[0] == runs[1]
+
+
+FAILURE = "CUDA error: unspecified launch failure"
+GAVE_UP = "ring consumer nb2-delta-ring2 gave up"
+REPORTS = {
+    "torch-knows-no-more": (RuntimeError(FAILURE), None, f"the device failed: {FAILURE}"),
+    "a-consumer-gave-up": (RuntimeError(FAILURE), GAVE_UP, GAVE_UP),
+    "the-loader-knows": (DriverError(f"launch refused: {GAVE_UP}"), GAVE_UP, f"launch refused: {GAVE_UP}"),
+}
+
+
+@pytest.mark.parametrize(("error", "fault", "says"), REPORTS.values(), ids=REPORTS)
+def test_a_launch_that_broke_the_device_is_named_with_the_round(error, fault, says, banks, monkeypatch):
+    """The host is far ahead of the device, so whichever call comes next is the one that fails."""
+    monkeypatch.setattr(suite, "read_fault", lambda: fault)
+
+    def publish(mailbox, slots, values) -> None:
+        publish_words(mailbox, slots, values)
+        if len(simulation.rows) > LATE:
+            raise error
+
+    simulation = Simulation()
+    each = soak(simulation, banks, publish=publish)
+    with pytest.raises(suite.DeviceLostError, match=rf"^round \d+ of 20: {re.escape(says)}$") as raised:
+        each.run(20)
+    assert raised.value.__cause__ is error
+
+
+def test_a_launch_that_broke_the_device_in_the_warm_up_is_named(banks):
+    def publish(mailbox, slots, values) -> None:
+        if len(simulation.rows) > 2 * 6 * len(ROW_COUNTS):
+            raise RuntimeError(FAILURE)
+        publish_words(mailbox, slots, values)
+
+    simulation = Simulation()
+    with pytest.raises(suite.DeviceLostError, match=f"^the warm-up: the device failed: {FAILURE}$"):
+        soak(simulation, banks, publish=publish).run(20)

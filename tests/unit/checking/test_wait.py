@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attnres_aot.checking import suite
+from attnres_aot.errors import DriverError
 
 CUDA = torch.device("cuda")
 
@@ -56,3 +57,10 @@ def test_a_ring_consumer_that_gave_up_is_named(answer, monkeypatch):
     monkeypatch.setattr(suite, "read_fault", lambda: "ring consumer nb1-ring1 gave up")
     with pytest.raises(suite.DeviceLostError, match="nb1: ring consumer nb1-ring1 gave up"):
         suite.wait(CUDA, "nb1", seconds=60)
+
+
+def test_errors_of_this_package_are_left_as_they_are():
+    refusal = DriverError("refused")
+    with pytest.raises(DriverError) as raised, suite.naming_device_failures("nb1"):
+        raise refusal
+    assert raised.value is refusal
