@@ -8,7 +8,7 @@
 #
 #     COMPUTE_SANITIZER  the tool (default: compute-sanitizer on PATH)
 #     GPU_PYTHON         a python with torch (default: python3)
-#     SANITIZE_SECONDS   time limit of one run (default: 180)
+#     SANITIZE_SECONDS   time limit of one run (default: 300)
 #     SANITIZE_LOGS      folder for logs (default: a new one under /tmp)
 set -uo pipefail
 
@@ -19,14 +19,14 @@ fi
 bundle=$1 rows=${2:-1,3}
 tool=${COMPUTE_SANITIZER:-compute-sanitizer}
 python=${GPU_PYTHON:-python3}
-limit=${SANITIZE_SECONDS:-180}
+limit=${SANITIZE_SECONDS:-300}
 logs=${SANITIZE_LOGS:-$(mktemp -d /tmp/sanitize.XXXXXX)}
 program=$(dirname "$0")/sanitize_launches.py
 found=86 # the status with which the tool reports that it found something
 port=49152
 
 if ! command -v "$tool" >/dev/null; then
-    echo "no $tool: it comes with the CUDA toolkit, or as pip install nvidia-cuda-sanitizer-api; name it in COMPUTE_SANITIZER" >&2
+    echo "no $tool: it comes with the CUDA toolkit; name it in COMPUTE_SANITIZER" >&2
     exit 2
 fi
 mkdir -p "$logs"
