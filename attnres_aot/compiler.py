@@ -65,6 +65,19 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
         "rows_per_cluster": 1,
         "smem_dynamic_bytes": 0,
         "pdl": True,
+        **_order(spec),
+    }
+
+
+def _order(spec: ImageSpec) -> dict[str, int]:
+    """When a consumer releases dependents and stores the prefix; what is faster on an H200, 2026-11-30."""
+    if not isinstance(spec, ConsumerSpec):
+        return {}
+    ordinary = spec.slots == 0 and spec.nb is not None
+    few = 2 if not spec.wide else 5
+    return {
+        "patient": int(ordinary and (spec.final or 0 < (spec.nb or 0) <= few)),
+        "late_stores": int(ordinary and not spec.wide),
     }
 
 
@@ -125,7 +138,14 @@ def _kernel(spec: ImageSpec, shape: dict[str, int]) -> Any:
     from attnres_aot.kernels.consumer import Consumer
 
     return Consumer(
-        hidden=spec.hidden, nb=spec.nb, has_delta=spec.has_delta, final=spec.final, slots=spec.slots, **common
+        hidden=spec.hidden,
+        nb=spec.nb,
+        has_delta=spec.has_delta,
+        final=spec.final,
+        slots=spec.slots,
+        patient=bool(shape["patient"]),
+        late_stores=bool(shape["late_stores"]),
+        **common,
     )
 
 

@@ -31,7 +31,9 @@ MAX_BLOCKS = 8
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
 NARROW_ROWS = 16
-"""Most rows for which a consumer of saved blocks has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
+"""Most rows for which an ordinary consumer has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
+MANY_BLOCKS, NARROW_ROWS_OF_MANY = 6, 4
+"""Saved blocks from which on it is that many rows instead, but at the end of the model; measured likewise."""
 
 STATISTICS, PUBLISH = "statistics", "publish"
 """Kernels of producers."""
@@ -218,8 +220,8 @@ class SpecChoice:
 def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
     """Returns the images that serve `variant` for rows of `hidden` elements, ascending by row count, the last for any.
 
-    Measured on an H200, 2026-11-30 (docs/benchmarks.md): the wide shape is faster without blocks, and with blocks above
-    NARROW_ROWS; with a mailbox or statistics the narrow one is.
+    Measured on an H200, 2026-11-30 (docs/benchmarks.md): the wide shape is faster above NARROW_ROWS, with many blocks
+    above NARROW_ROWS_OF_MANY; with a mailbox or statistics the narrow one is.
     """
     narrow = ConsumerSpec(
         hidden=hidden,
@@ -231,7 +233,8 @@ def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
     if variant.slots or variant.stats:
         return (SpecChoice(spec=narrow, max_rows=None),)
     wide = SpecChoice(spec=replace(narrow, wide=True), max_rows=None)
-    return (wide,) if variant.key.nb == 0 else (SpecChoice(spec=narrow, max_rows=NARROW_ROWS), wide)
+    many = variant.key.nb >= MANY_BLOCKS and not variant.key.final
+    return (SpecChoice(spec=narrow, max_rows=NARROW_ROWS_OF_MANY if many else NARROW_ROWS), wide)
 
 
 def parse_variant(name: str) -> Variant:

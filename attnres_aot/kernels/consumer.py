@@ -9,7 +9,8 @@ Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and 
     mix     = A M + B P
     out     = bf16(mix * rsqrt(mix . mix / H + out_eps) * out_norm)
 
-M is normalised, so no intermediate exceeds the largest source. Two orders of the same work:
+M is normalised, so no intermediate exceeds the largest source. A and B need not be: with A + B = s, the kernel takes
+any s from 1/16 to 1 and puts out_eps * s^2 in the place of out_eps, which spares a division. Two orders of the same work:
 
 split   For an ordinary source, and for many blocks. What depends on the saved blocks alone (m, l, M) is computed before
         the delta is needed, with an exchange of 2 nb sums. One exchange of four sums remains after it, because
@@ -37,11 +38,18 @@ Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the
 Shared memory and synchronisation are those of `row_sums`: up to three exchanges, of which the third (mix . mix itself) is
 entered by the whole cluster or not at all.
 
-Dependents are released at entry, so that their work before the delta overlaps; a kernel that has no such work (no
-blocks, or statistics) releases them after its own wait, so that they do not take its place on the SMs early.
+Dependents are released at entry, so that their work before the delta overlaps. With `patient`, those of an ordinary
+kernel are released when its products of the blocks are there, which keeps the grids that follow from crowding it; a
+kernel that has no work before the delta (no blocks, or statistics) releases them after its own wait for the same reason.
+
+In a chain of dependent launches what follows the wait is the critical path. So the delta's address is translated before
+it (a prefetch), and with `late_stores` the updated prefix is stored while the last exchange's sums travel. Where the GPU
+is full, stores that start early are worth more.
 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
+
+from functools import partial
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
@@ -69,6 +77,8 @@ ARMED = -0x80000000
 """An empty mailbox word (0x80000000), as the signed integer that the compiler compares."""
 GRAM_BLOCKS = 5
 """Most saved blocks whose dot products go in one exchange: those of 6 sources are 27, and a warp has 32 lanes."""
+SPARE = 3.0
+"""Halvings of the shares of all sources together, so that they add up to no more than 1."""
 CANCEL = 2.0**-6
 """Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
 roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
@@ -77,7 +87,9 @@ roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well insi
 class Consumer:
     """Compiles to one image; the constructor's arguments are everything the code depends on."""
 
-    def __init__(self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm):
+    def __init__(
+        self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm, patient, late_stores
+    ):
         """Fixes the code's constants.
 
         Args:
@@ -90,7 +102,10 @@ class Consumer:
           threads: threads per CTA, a multiple of 32.
           vectors: 16-byte vectors per thread.
           min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
+          patient: release dependents only when the products of the saved blocks are there; of an ordinary source only.
+          late_stores: store the updated prefix after the last exchange's sums are sent.
         """
+        self.patient, self.late_stores = patient, late_stores
         self.stats = nb is None
         self.nb = 0 if nb is None else nb
         self.has_delta, self.final, self.slots = has_delta, final, slots
@@ -205,7 +220,7 @@ class Consumer:
         out_eps: Float32,
     ):
         """Device body: one row per cluster."""
-        if const_expr(self.nb > 0):
+        if const_expr(self.nb > 0 and not self.patient):
             cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -224,6 +239,9 @@ class Consumer:
         prefix_at = [vec_address(prefix, row, prefix_row_stride, col) for col in cols]
         vp = [ptx.ld_vec(address) for address in prefix_at] if self.has_delta else None
         vo = [ptx.ld_vec_const(col_address(out_norm, col)) for col in cols]
+        if const_expr(not self.slots):
+            for i in range_constexpr(self.vectors):
+                ptx.prefetch(vec_address(source, row, source_row_stride, cols[i]))
         if const_expr(self.stats or not self.slots):
             cute.arch.griddepcontrol_wait()
         if const_expr(self.nb == 0):
@@ -235,14 +253,17 @@ class Consumer:
         vx = add_bf16(vp, vd) if self.has_delta else vd
         blocks_at = [address + block_bytes * write for address in blocks_from]
         aux_at = [vec_address(aux, row, aux_row_stride, col) for col in cols]
-        self._store_prefix(vx, prefix_at, blocks_at, write >= 0, aux_at, aux.toint() != 0)
+        store = partial(self._store_prefix, vx, prefix_at, blocks_at, write >= 0, aux_at, aux.toint() != 0)
+        if const_expr(not self.late_stores):
+            store()
 
+        meanwhile = store if self.late_stores else _nothing
         x = unpack_all(vx)
         if const_expr(self.gram):
-            mix, square = self._mix_all(exchanges, vb, x, w, eps)
+            mix, square, s = self._mix_all(exchanges, vb, x, w, eps, meanwhile)
         else:
-            mix, square = self._fold(exchanges, x, w, m, l, mean, eps)
-        inv = ptx.rsqrt(square * self.inv_hidden + out_eps)
+            mix, square, s = self._fold(exchanges, x, w, m, l, mean, eps, meanwhile)
+        inv = ptx.rsqrt(square * self.inv_hidden + out_eps * (s * s))
         weight = unpack_all(vo)
         y = [value * inv * weight[i] for i, value in enumerate(mix)]
         for i in range_constexpr(self.vectors):
@@ -253,30 +274,39 @@ class Consumer:
 
     def _mix_blocks(self, exchange, vb, w, eps):
         """Returns (m, l, M) over the saved blocks: logits by one exchange, softmax in every thread, M per element."""
-        logits = self.sums.logits(exchange, [unpack_all(vecs) for vecs in vb], w, self.inv_hidden, eps)
+        release = cute.arch.griddepcontrol_launch_dependents if self.patient else None
+        logits = self.sums.logits(exchange, [unpack_all(vecs) for vecs in vb], w, self.inv_hidden, eps, release)
         m, e, l = softmax(logits)
         scale = ptx.reciprocal(l)
         return m, l, combine([p * scale for p in e], [unpack_all(vecs, launder=True) for vecs in vb])
 
-    def _mix_all(self, exchanges, vb, x, w, eps):
-        """Returns (mix, mix . mix) over the saved blocks and the updated prefix `x`, by one exchange of all sums."""
+    def _mix_all(self, exchanges, vb, x, w, eps, meanwhile):
+        """Returns (s mix, s^2 mix . mix, s) over the saved blocks and the updated prefix `x`, by one exchange of all sums.
+
+        `meanwhile` is called while they travel.
+        """
         cute.arch.cluster_wait()
         if self.nb == 0:
-            return x, self.sums.exchange(exchanges[1], [dot(x, x)])[0]
+            self.sums.send(exchanges[1], [dot(x, x)])
+            meanwhile()
+            return x, self.sums.receive(exchanges[1], 1)[0], Float32(1.0)
         v = [*(unpack_all(vecs) for vecs in vb), x]
         n = len(v)
         pairs = [(i, j) for i in range(n) for j in range(i)]
         sums = [dot(a, a) for a in v] + [dot(a, w) for a in v] + [dot(v[i], v[j]) for i, j in pairs]
-        sums = self.sums.exchange(exchanges[1], sums + [None] * (exchanges[1][0] - len(sums)))
+        self.sums.send(exchanges[1], sums + [None] * (exchanges[1][0] - len(sums)))
+        meanwhile()
+        sums = self.sums.receive(exchanges[1], len(sums))
         squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
         logits = [vw * ptx.rsqrt(vv * self.inv_hidden + eps) for vv, vw in zip(squares, dots, strict=True)]
-        _, e, l = softmax(logits)
-        scale = ptx.reciprocal(l)
-        p = [value * scale for value in e]
+        _, p, s = softmax(logits, SPARE)
+        if self.final:
+            scale = ptx.reciprocal(s)
+            p, s = [value * scale for value in p], Float32(1.0)
         mix = combine(p, [*(unpack_all(vecs, launder=True) for vecs in vb), x])
         terms = tree_sum([a * a * sq for a, sq in zip(p, squares, strict=True)])
         twice = tree_sum([p[i] * p[j] * cross for (i, j), cross in zip(pairs, crosses, strict=False)])
-        return self._square(exchanges[2], mix, terms, terms + 2.0 * twice)
+        return *self._square(exchanges[2], mix, terms, terms + 2.0 * twice), s
 
     def _load_statistics(self, mixture, scal, row, cols):
         """Returns (m, l, M) from the caller's statistics: mixture is un-normalised."""
@@ -322,20 +352,28 @@ class Consumer:
             for i in range_constexpr(self.vectors):
                 ptx.st_vec(aux_at[i], vx[i])
 
-    def _fold(self, exchanges, x, w, m, l, mean, eps):
-        """Returns (mix, mix . mix): folds the updated prefix `x` into the mixture of the saved blocks."""
+    def _fold(self, exchanges, x, w, m, l, mean, eps, meanwhile):
+        """Returns (s mix, s^2 mix . mix, s): folds the updated prefix `x` into the mixture of the saved blocks.
+
+        A : B = l exp(m) : exp(logit), divided by 2 l and by the larger exponential: A <= 1/2, B <= 1 / (2 l) or <= 1/2.
+        `meanwhile` is called while the sums travel.
+        """
         if self.stats:
             cute.arch.cluster_wait()
-        sums = [dot(x, w), dot(x, x), dot(mean, x), dot(mean, mean)]
-        xw, xx, mx, mm = self.sums.exchange(exchanges[1], sums)
+        share = 0.5 * ptx.reciprocal(l)
+        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mean, x), dot(mean, mean)])
+        meanwhile()
+        xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
         logit = xw * ptx.rsqrt(xx * self.inv_hidden + eps)
-        top = ptx.fmax(m, logit)
-        a = l * ptx.exp2((m - top) * LOG2_E)
-        b = ptx.exp2((logit - top) * LOG2_E)
-        scale = ptx.reciprocal(a + b)
-        a, b = a * scale, b * scale
+        larger = logit > m
+        e = ptx.exp2(select(larger, m - logit, logit - m) * LOG2_E)
+        a, b = select(larger, 0.5 * e, Float32(0.5)), select(larger, share, share * e)
+        s = a + b
+        if self.final:
+            scale = ptx.reciprocal(s)
+            a, b, s = a * scale, b * scale, Float32(1.0)
         terms = a * a * mm + b * b * xx
-        return self._square(exchanges[2], combine([a, b], [mean, x]), terms, terms + 2.0 * (a * b * mx))
+        return *self._square(exchanges[2], combine([a, b], [mean, x]), terms, terms + 2.0 * (a * b * mx)), s
 
     def _square(self, exchange, mix, terms, folded):
         """Returns (mix, mix . mix): from `folded` where that is sound, else from the elements."""
@@ -351,6 +389,10 @@ class Consumer:
         if folded < terms * CANCEL:
             (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
         return square
+
+
+def _nothing():
+    pass
 
 
 @cute.jit

@@ -63,6 +63,14 @@ def ld_vec_mailbox(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def prefetch(address, *, loc=None, ip=None):
+    """Hints that the line at a global address will be wanted; no value is read, so it may still be written."""
+    _asm(
+        None, [Int64(address).ir_value(loc=loc, ip=ip)], "prefetch.global.L2 [$0];", "l", volatile=True, loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
 def st_vec(address, words, *, loc=None, ip=None):
     """Stores a vector with ordinary (weak) semantics."""
     _store_vec("st.global.v4.b32", address, words, loc, ip)
@@ -160,23 +168,32 @@ def mbarrier_wait(barrier, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_async(address, barrier, rank, values, enabled, *, loc=None, ip=None):
-    """Where `enabled` is nonzero, stores 1 or 4 fp32 at `address` in the shared memory of CTA `rank` of the cluster.
+def peer_offset(address, rank, *, loc=None, ip=None):
+    """What to add to addresses in this CTA's shared memory for those of the same variables in CTA `rank` of the cluster.
 
-    `address` and `barrier` are this CTA's own addresses of the same variables; the store counts its bytes on the
-    destination's barrier. Four values need a 16-byte aligned address.
+    `address` is any of this CTA's. The sums are `shared::cluster` addresses.
     """
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, rank, enabled)]
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, rank)]
+    text = "{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; sub.s32 $0, there, $1; }"
+    return Int32(_asm(T.i32(), operands, text, "=r,r,r", volatile=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def st_async(address, barrier, values, enabled, *, loc=None, ip=None):
+    """Where `enabled` is nonzero, stores 1 or 4 fp32 in the shared memory of a CTA of the cluster.
+
+    `address` and `barrier` are `shared::cluster` addresses in that CTA, on whose barrier the store counts its bytes.
+    Four values need a 16-byte aligned address.
+    """
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, enabled)]
     operands += [llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in values]
-    names = ", ".join(f"${4 + i}" for i in range(len(values)))
+    names = ", ".join(f"${3 + i}" for i in range(len(values)))
     form, payload = ("v4.b32", f"{{{names}}}") if len(values) == 4 else ("b32", names)
     text = (
-        "{ .reg .pred on; .reg .b32 there, bar; setp.ne.s32 on, $3, 0;"
-        " @on mapa.shared::cluster.u32 there, $0, $2; @on mapa.shared::cluster.u32 bar, $1, $2;"
-        f" @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{form} [there], {payload}, [bar]; }}"
+        "{ .reg .pred on; setp.ne.s32 on, $2, 0;"
+        f" @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{form} [$0], {payload}, [$1]; }}"
     )
-    constraints = "r,r,r,r" + ",r" * len(values)
-    _asm(None, operands, text, constraints, volatile=True, loc=loc, ip=ip)
+    _asm(None, operands, text, "r,r,r" + ",r" * len(values), volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

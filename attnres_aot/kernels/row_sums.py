@@ -8,9 +8,10 @@ Synchronisation: thread 0 initialises the mbarriers, each with one arrival (its 
 cluster barrier shows them to every CTA before anybody sends. In an exchange each warp adds its values with shuffles and
 leaves the sums in shared memory; after a CTA barrier, one warp per four values adds those and st.asyncs them to every
 CTA of the cluster. Each CTA waits on its own mbarrier and every warp adds up the same numbers in the same order, so all
-threads of the cluster hold the same bits. A mbarrier and a buffer are used once. A CTA waits for everything that is sent
-to it, so none exits while a peer still writes to its memory: an exchange is entered by all CTAs of a row or by none, and
-one that was declared need not be used.
+threads of the cluster hold the same bits. `send` and `receive` are the halves of an exchange: what a kernel does between
+them is done while the sums travel. A mbarrier and a buffer are used once. A CTA waits for everything that is sent to it, so
+none exits while a peer still writes to its memory: an exchange is entered by all CTAs of a row or by none, and one that
+was declared need not be used.
 """
 
 import cutlass
@@ -29,8 +30,8 @@ PACKET = 4
 class RowSums:
     """The exchanges of one kernel, by their numbers of values: 0 (unused), 1 or a power of two from PACKET to WARP.
 
-    `open` returns a handle for each: (values, warp sums, CTA sums, mbarrier, rank, room of this warp), addresses in
-    shared memory.
+    `open` returns a handle for each: (values, warp sums, CTA sums, mbarrier, rank, room of this warp, way to a peer).
+    The sums, the mbarrier and the room are addresses in shared memory; the way is what lane i adds to them to reach CTA i.
     """
 
     def __init__(self, cluster, threads, counts):
@@ -54,10 +55,12 @@ class RowSums:
         floats = cute.arch.alloc_smem(Float32, sum(sizes) + self.threads, alignment=16)
         bar, base = Int32(bars.toint()), Int32(floats.toint())
         room = base + 4 * (sum(sizes) + cute.arch.warp_idx() * WARP)
+        lane = cute.arch.lane_idx()
+        away = ptx.peer_offset(base, select(lane < self.cluster, lane, Int32(0)))
         exchanges = []
         for i, count in enumerate(counts):
             parts = base + 4 * sum(sizes[:i])
-            exchanges.append((count, parts, parts + 4 * count * self.part_stride, bar + 8 * i, rank, room))
+            exchanges.append((count, parts, parts + 4 * count * self.part_stride, bar + 8 * i, rank, room, away))
         if tid == 0:
             for i, count in enumerate(counts):
                 if const_expr(count > 0):
@@ -71,12 +74,20 @@ class RowSums:
 
         The number of values is a power of two; None at the end stands for values that are not wanted.
         """
-        self.leave(exchange, values)
+        self.send(exchange, values)
+        return self.receive(exchange, sum(value is not None for value in values))
+
+    def send(self, exchange, values):
+        """Adds `values`, as `exchange` takes them, over this CTA and sends the sums to the cluster."""
+        self._leave(exchange, values)
+        self._dispatch(exchange)
+
+    def receive(self, exchange, wanted):
+        """Waits for what the row's CTAs have sent; returns the row's sums of the first `wanted` values."""
         count, received, room = exchange[0], exchange[2], exchange[5]
-        wanted = sum(value is not None for value in values)
-        if count > 4:
-            return bounce(room, cute.arch.lane_idx() % count, self.collect_lane(exchange), wanted)
-        self._deliver(exchange)
+        ptx.mbarrier_wait(exchange[3])
+        if count > PACKET:
+            return bounce(room, cute.arch.lane_idx() % count, self._sum_column(exchange), wanted)
         if count == 1:
             parts = []
             for sender in range(0, self.cluster, 4):
@@ -85,54 +96,57 @@ class RowSums:
         vecs = [ptx.ld_shared_vec(received + sender * 16) for sender in range(self.cluster)]
         return [tree_sum(list(column)) for column in zip(*vecs, strict=True)][:wanted]
 
-    def leave(self, exchange, values):
-        """Adds `values` over each warp and leaves the sums for the CTA."""
+    def _leave(self, exchange, values, once_summed=None):
+        """Adds `values` over each warp, calls `once_summed` if there is one, and leaves the sums for the CTA."""
         count, parts = exchange[0], exchange[1]
         mine = _reduce_scatter(values, cute.arch.lane_idx())
+        if once_summed is not None:
+            once_summed()
         value = cute.arch.lane_idx() // (WARP // count)
         ptx.st_shared(parts + (value * self.part_stride + cute.arch.warp_idx()) * 4, mine)
 
-    def logits(self, exchange, sources, w, inv_hidden, eps):
+    def logits(self, exchange, sources, w, inv_hidden, eps, once_summed=None):
         """Returns (v . w) * rsqrt(v . v * inv_hidden + eps) of each source v, alike in all threads, by one exchange.
 
-        The exchange has twice the number of sources, each half padded to a power of two.
+        The exchange has twice the number of sources, each half padded to a power of two. `once_summed` is called when
+        the products are there and added over the warp.
         """
         half, room = exchange[0] // 2, exchange[5]
         pads = [None] * (half - len(sources))
-        self.leave(exchange, [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads)
+        values = [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads
+        self._leave(exchange, values, once_summed)
         cute.arch.cluster_wait()
-        mine = self.collect_lane(exchange)
+        self._dispatch(exchange)
+        ptx.mbarrier_wait(exchange[3])
+        mine = self._sum_column(exchange)
         lane = cute.arch.lane_idx()
         other = cute.arch.shuffle_sync_bfly(mine, half)
         is_square = (lane & half) == 0
         vv, vw = select(is_square, mine, other), select(is_square, other, mine)
         return bounce(room, lane % half, vw * ptx.rsqrt(vv * inv_hidden + eps), len(sources))
 
-    def collect_lane(self, exchange):
-        """Delivers what the warps have left and returns, in lane i, the row's sum of values[i % count]."""
+    def _sum_column(self, exchange):
+        """Returns, in lane i, the row's sum of values[i % count], once all have arrived."""
         count, received = exchange[0], exchange[2]
-        self._deliver(exchange)
         column = received + (cute.arch.lane_idx() % count) * 4
         return tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])
 
-    def _deliver(self, exchange):
-        """Adds what the warps of this CTA have left, sends it to the cluster and waits for everybody's."""
-        count, parts, received, barrier, rank, _ = exchange
+    def _dispatch(self, exchange):
+        """Adds what the warps of this CTA have left and sends it to the cluster."""
+        count, parts, received, barrier, rank, _, away = exchange
         cute.arch.sync_threads()
         packet = min(count, PACKET)
         for begin in range(0, count, self.warps * packet):
             first = begin + cute.arch.warp_idx() * packet
             to = received + (rank * count + first) * 4
-            self._send(first < count, parts + first * self.part_stride * 4, to, barrier, packet)
-        ptx.mbarrier_wait(barrier)
+            self._send(first < count, parts + first * self.part_stride * 4, to + away, barrier + away, packet)
 
     @cute.jit
-    def _send(self, mine: Boolean, parts: Int32, received: Int32, barrier: Int32, packet: cutlass.Constexpr):
-        """In the warps that `mine` names, adds a packet of values over this CTA and sends it to the whole cluster."""
+    def _send(self, mine: Boolean, parts: Int32, there: Int32, barrier: Int32, packet: cutlass.Constexpr):
+        """In the warps that `mine` names, adds a packet of values over this CTA; each lane sends it to its peer."""
         if mine:
             sums = [self._sum_warps(parts + i * self.part_stride * 4) for i in range(packet)]
-            lane = cute.arch.lane_idx()
-            ptx.st_async(received, barrier, lane, sums, Int32(lane < self.cluster))
+            ptx.st_async(there, barrier, sums, Int32(cute.arch.lane_idx() < self.cluster))
 
     def _sum_warps(self, address):
         """Adds one value's partial sums over the warps of this CTA."""

@@ -63,12 +63,12 @@ def combine(weights, vectors):
     return total
 
 
-def softmax(logits):
-    """Returns (m, e, l): the largest logit, exp(logit - m) of each, and their sum."""
+def softmax(logits, halvings=0.0):
+    """Returns (m, e, l): the largest logit m, e = exp(logit - m) / 2**halvings of each, and their sum l."""
     m = logits[0]
     for logit in logits[1:]:
         m = ptx.fmax(m, logit)
-    e = [ptx.exp2((logit - m) * LOG2_E) for logit in logits]
+    e = [ptx.exp2((logit - m) * LOG2_E - halvings) for logit in logits]
     return m, e, tree_sum(e)
 
 

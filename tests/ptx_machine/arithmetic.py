@@ -145,6 +145,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "setp.gt.s32": torch.gt,
     "setp.lt.s32": torch.lt,
     "setp.lt.u32": lambda a, b: unsigned(a) < unsigned(b),
+    "setp.gt.f32": lambda a, b: f32(a) > f32(b),
     "setp.geu.f32": unordered_or(torch.ge),
     "add.f32": binary(torch.add),
     "sub.f32": binary(torch.sub),

@@ -198,6 +198,7 @@ EFFECTS: dict[str, Effect] = {
     "griddepcontrol.wait": _wait_grid,
     "griddepcontrol.launch_dependents": _release_grid,
     "fence.mbarrier_init.release.cluster": _nothing,
+    "prefetch.global.L2": _nothing,
     "fence.acq_rel.sys": _nothing,
     "trap": _trap,
 }

@@ -28,8 +28,8 @@ def show(capsys, *arguments):
 
 def test_table_counts_variants_and_images_and_says_for_whom(capsys):
     lines = show(capsys, "--arch", "sm_100", "--config", str(ALL)).splitlines()
-    assert lines[0] == "kimi_k3_all: 386 variants and 9 producers served by 107 images, for each arch"
-    assert "ordinary source: 98 variants, 38 images, for every (tp, dcp)" in lines
+    assert lines[0] == "kimi_k3_all: 386 variants and 9 producers served by 108 images, for each arch"
+    assert "ordinary source: 98 variants, 39 images, for every (tp, dcp)" in lines
     assert "mailbox of 8 slots: 96 variants, 20 images, for (8,1) (8,8)" in lines
     assert "producers: 9 images, one each" in lines
     assert "  statistics of 1-8 saved blocks" in lines
@@ -38,7 +38,7 @@ def test_table_counts_variants_and_images_and_says_for_whom(capsys):
 
 def test_without_a_configuration_the_shipped_one_is_planned(capsys):
     lines = show(capsys, "--arch", "sm_100").splitlines()
-    assert lines[0] == "kimi_k3: 284 variants and 5 producers served by 103 images, for each arch"
+    assert lines[0] == "kimi_k3: 284 variants and 5 producers served by 104 images, for each arch"
     assert "  for (16,1) (16,16) alone:" in lines
     assert "  statistics of 4, 7-8 saved blocks" in lines
 
@@ -47,7 +47,7 @@ def test_row_counts_with_images_of_their_own_are_named(capsys):
     limits = {choice.max_rows for each in plan(K3, SM_100).variants for choice in each.choices} - {None}
     note = "Some variants have images of their own for few rows: up to " + ", ".join(map(str, sorted(limits)))
     assert (f"{note}.\n" in show(capsys, "--arch", "sm_100")) == bool(limits)
-    assert "for few rows" not in show(capsys, "--arch", "sm_100", "--only", "nb0-write0")
+    assert "for few rows" not in show(capsys, "--arch", "sm_100", "--only", "nb8-delta-ring8")
 
 
 @pytest.mark.parametrize("config", [DEFAULT_CONFIG, ALL], ids=lambda path: path.stem)
@@ -97,7 +97,7 @@ def test_json_names_every_variant_and_image(capsys):
         "slots": 0,
         "aux": False,
         "stats": False,
-        "images": [{"name": "h7168-nb0-wide", "max_rows": None}],
+        "images": [{"name": "h7168-nb0", "max_rows": 16}, {"name": "h7168-nb0-wide", "max_rows": None}],
         "positions": ["before attention"],
         "deployments": [[8, 1], [8, 8], [16, 1], [16, 16]],
     }

@@ -37,12 +37,12 @@ def names(config, **selection):
     return [str(each.variant) for each in plan(config, SM_100, selection=Selection(**selection)).variants]
 
 
-def test_kimi_k3_needs_25_keys_and_107_images():
+def test_kimi_k3_needs_25_keys_and_108_images():
     made = plan(K3, SM_100)
     assert len({each.variant.key for each in made.variants}) == 25
-    assert Counter(spec.kernel for spec in made.images) == {"consumer": 98, "statistics": 8, "publish": 1}
+    assert Counter(spec.kernel for spec in made.images) == {"consumer": 99, "statistics": 8, "publish": 1}
     assert Counter((spec.slots, spec.nb is None) for spec in made.images if spec.kernel == "consumer") == {
-        (0, False): 18 + 17,
+        (0, False): 18 + 18,
         (1, False): 17,
         (8, False): 17,
         (16, False): 17,
@@ -55,11 +55,13 @@ def test_kimi_k3_needs_25_keys_and_107_images():
     assert made.bundle_name == "kimi_k3-sm_100"
 
 
-def test_a_second_shape_serves_many_rows_of_ordinary_consumers_with_blocks():
+def test_a_second_shape_serves_many_rows_of_ordinary_consumers():
     choices = {
         str(each.variant): [(str(c.spec), c.max_rows) for c in each.choices] for each in plan(K3, SM_100).variants
     }
-    assert choices["nb0-write0"] == [("h7168-nb0-wide", None)]
+    assert choices["nb0-write0"] == [("h7168-nb0", 16), ("h7168-nb0-wide", None)]
+    assert choices["nb5-delta"] == [("h7168-nb5-delta", 16), ("h7168-nb5-delta-wide", None)]
+    assert choices["nb6-delta"] == [("h7168-nb6-delta", 4), ("h7168-nb6-delta-wide", None)]
     assert choices["nb8-delta-final"] == [("h7168-nb8-delta-final", 16), ("h7168-nb8-delta-final-wide", None)]
     assert choices["nb8-delta-ring8"] == [("h7168-nb8-delta-ring8", None)]
     assert choices["nb8-delta-stats"] == [("h7168-stats-delta", None)]

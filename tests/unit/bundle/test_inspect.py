@@ -48,8 +48,8 @@ def no_packages(monkeypatch):
 def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
-    assert "22 variants and 2 producers in 14 images of 91,792 bytes" in out
-    assert "14 images: all with spills 0, rows 1" in out
+    assert "22 variants and 2 producers in 15 images of 98,488 bytes" in out
+    assert "15 images: all with spills 0, rows 1" in out
     assert "rows 1-8:1, saved blocks 2:1 for (tp,dcp) (2,2)" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["h2048-nb1-delta", "8", "40", "2", "128", "6,696", "4"] in lines
@@ -59,7 +59,7 @@ def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
 
 
 def test_what_differs_among_images_gets_a_column(bundle, capsys):
-    bundle.edit(lambda raw: raw["images"][1].update(spill_bytes=16))
+    bundle.edit(lambda raw: raw["images"][2].update(spill_bytes=16))
     lines = [line.split() for line in run(capsys, bundle.path).splitlines()]
     assert ["image", "registers", "spills", "smem", "CTAs", "threads", "bytes", "serves"] in lines
     assert ["h2048-nb1-delta", "8", "16", "40", "2", "128", "6,696", "4"] in lines
@@ -108,7 +108,7 @@ def test_one_variant_in_full(bundle, capsys):
 def test_one_image_in_full_for_programs(bundle, capsys):
     shown = json.loads(run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--json"))
     (image,) = shown["images"]
-    assert image["record"] == bundle.read()["images"][0]
+    assert image["record"] == bundle.read()["images"][1]
     assert image["params"] == bundle.read()["abis"]["consumer"]
     assert image["serves"] == ["nb0-write0", "nb0-write0-aux"]
     assert (image["binary"]["arch"], image["binary"]["kernels"][0]["registers"]) == ("sm_100", 8)
@@ -135,18 +135,18 @@ def test_json_holds_the_whole_manifest(bundle, capsys):
     shown = json.loads(run(capsys, bundle.path, "--json"))
     assert shown["manifest"] == bundle.read()
     assert shown["gpus"] == {"arch": "sm_100", "rule": "compute capability 10.0 and later 10.x"}
-    assert shown["counts"] == {"images": 14, "variants": 22, "producers": 2, "bytes": 91792}
+    assert shown["counts"] == {"images": 15, "variants": 22, "producers": 2, "bytes": 98488}
 
 
 def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
     message = refused(capsys, 1, bundle.path, "--variant", "nb1-delta-write2")
     assert "no variant or producer 'nb1-delta-write2' among the 24 of" in message
     assert "nearest: nb1-delta-write1," in message
-    assert "no image 'x' among the 14" in refused(capsys, 1, bundle.path, "--image", "x")
+    assert "no image 'x' among the 15" in refused(capsys, 1, bundle.path, "--image", "x")
 
 
 def test_a_damaged_image_is_not_shown(bundle, capsys):
-    bundle.image_path().write_bytes(b"x")
+    bundle.image_path(1).write_bytes(b"x")
     assert "1 bytes, but the manifest says 6696" in refused(capsys, 1, bundle.path, "--image", "h2048-nb0-wide")
 
 

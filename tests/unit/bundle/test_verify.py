@@ -31,7 +31,7 @@ def test_what_cannot_be_derived_again_is_a_note(make_bundle):
 
 
 def image(**changes: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda raw: raw["images"][1].update(changes)
+    return lambda raw: raw["images"][2].update(changes)
 
 
 def variant(index: int, **changes: Any) -> Callable[[dict[str, Any]], object]:
@@ -39,7 +39,7 @@ def variant(index: int, **changes: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def other_image(raw: dict[str, Any]) -> None:
-    raw["variants"][0]["choices"][0]["image"] = raw["images"][1]["name"]
+    raw["variants"][0]["choices"][0]["image"] = raw["images"][2]["name"]
 
 
 def swap_files(raw: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ LIES = [
         change=lambda raw: raw["variants"].__delitem__(slice(2)),
         message="no variant or producer uses it",
     ),
-    Lie(name="images swapped", change=other_image, message="its code would be 'h2048-nb0-wide' for all rows"),
+    Lie(name="images swapped", change=other_image, message="its code would be 'h2048-nb0' up to 16 rows"),
     Lie(name="schema", change=lambda raw: raw.update(schema=2), message="manifest schema 2"),
     Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
     Lie(name="bundle name", change=lambda raw: raw.update(name="a/b"), message="'a/b' is not a safe file name"),
@@ -113,9 +113,7 @@ LIES = [
     Lie(name="config digest", change=lambda raw: raw.update(config_sha256="x"), message="config_sha256 'x'"),
     Lie(name="toolchain", change=lambda raw: raw["toolchain"].update(assembler="13"), message="build_key is not that"),
     Lie(name="no toolchain", change=lambda raw: raw.update(toolchain={}), message="toolchain: empty"),
-    Lie(
-        name="hidden", change=lambda raw: raw["model"].update(hidden=1024), message="its code would be 'h1024-nb0-wide'"
-    ),
+    Lie(name="hidden", change=lambda raw: raw["model"].update(hidden=1024), message="its code would be 'h1024-nb0' up"),
     Lie(name="layers", change=lambda raw: raw["model"].update(layers=2), message="the model has 1 saved blocks"),
     Lie(name="no block size", change=lambda raw: raw["model"].update(block_size=0), message="model.block_size is 0"),
     Lie(name="capacity", change=lambda raw: raw["mailbox"].update(capacity=4), message="is outside of 1..4"),
@@ -198,7 +196,7 @@ def test_swapped_files_with_the_same_bytes_are_still_the_same_bundle(bundle):
 
 def test_swapped_files_are_found(make_bundle, cubin):
     bundle = make_bundle()
-    first, second = bundle.image_path(0), bundle.image_path(1)
+    first, second = bundle.image_path(0), bundle.image_path(2)
     first.write_bytes(cubin("wide"))
     second.write_bytes(cubin("consumer"))
     assert len(verify_bundle(bundle.path).problems) == 1
@@ -206,7 +204,7 @@ def test_swapped_files_are_found(make_bundle, cubin):
 
 def test_a_binary_with_its_digest_updated_is_still_found(bundle, cubin):
     other = cubin("wide")
-    bundle.image_path(1).write_bytes(other)
+    bundle.image_path(2).write_bytes(other)
     bundle.edit(image(sha256=hashlib.sha256(other).hexdigest(), size=len(other)))
     text = "\n".join(verify_bundle(bundle.path).problems)
     for part in ("the binary has wide", "registers: the manifest says 8, the binary 32", "pdl:", "smem_static_bytes"):
@@ -216,7 +214,7 @@ def test_a_binary_with_its_digest_updated_is_still_found(bundle, cubin):
 def test_dynamic_shared_memory_for_a_binary_without_any_is_found(make_bundle, cubin):
     """Found from the binary alone, whatever sources the bundle was built from."""
     bundle, other = make_bundle(sources="0" * 64), cubin("wide")
-    bundle.image_path(1).write_bytes(other)
+    bundle.image_path(2).write_bytes(other)
     record = {
         "symbol": "wide",
         "sha256": hashlib.sha256(other).hexdigest(),
@@ -312,7 +310,7 @@ def test_all_problems_are_reported_together(bundle):
 def test_the_command_says_ok_and_for_which_gpus(bundle, capsys):
     assert main(["verify", str(bundle.path)]) == 0
     assert capsys.readouterr().out == (
-        f"{bundle.path}: OK: 14 images of 91,792 bytes, 22 variants, 2 producers, "
+        f"{bundle.path}: OK: 15 images of 98,488 bytes, 22 variants, 2 producers, "
         "sm_100 (for compute capability 10.0 and later 10.x)\n"
     )
 
@@ -333,7 +331,7 @@ def test_the_command_speaks_json(bundle, capsys):
     (bundle.path / "extra").touch()
     assert main(["verify", "--json", str(bundle.path)]) == 1
     (report,) = json.loads(capsys.readouterr().out)["bundles"]
-    assert (report["ok"], report["images"], report["arch"]) == (False, 14, "sm_100")
+    assert (report["ok"], report["images"], report["arch"]) == (False, 15, "sm_100")
     assert report["problems"] == ["file 'extra' is not in the manifest"]
 
 

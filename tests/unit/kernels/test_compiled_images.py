@@ -16,6 +16,7 @@ from attnres_aot.checking.inputs import FAMILIES
 from attnres_aot.checking.suite import check_case
 
 NAMES = [
+    "h7168-nb0",
     "h7168-nb0-wide",
     "h7168-nb1-delta",
     "h7168-nb1-delta-wide",
@@ -131,12 +132,12 @@ DEFECTS = [
     Defect(name="no-cta-barrier", old="bar.sync 0;", new="", says="a race: shared memory is read"),
     Defect(name="no-warp-barrier", old="bar.warp.sync -1;", new="", says="a race: shared memory is read"),
     Defect(name="no-cluster-barrier", old="barrier.cluster.wait;", new="", says="before the cluster barrier"),
-    Defect(name="expects-more", old="%r55, 112;", new="%r55, 116;", says="nobody can go on", error=DeadlockError),
-    Defect(name="expects-less", old="%r55, 112;", new="%r55, 108;", says="more bytes came"),
+    Defect(name="expects-more", old="%r60, 112;", new="%r60, 116;", says="nobody can go on", error=DeadlockError),
+    Defect(name="expects-less", old="%r60, 112;", new="%r60, 108;", says="more bytes came"),
     Defect(name="no-wait-for-the-source", old="griddepcontrol.wait;", new="", says="before the dependency wait"),
     Defect(name="no-release", old="griddepcontrol.launch_dependents;", new="", says="has not released"),
     Defect(name="stray-load", old=", 16;\n", new=", 32;\n", says="is not readable"),
-    Defect(name="unknown", old="max.f32", new="max.xorsign.abs.f32", says="does not know: max.xorsign"),
+    Defect(name="unknown", old="setp.gt.f32", new="setp.gtu.f32", says="does not know: setp.gtu"),
 ]
 
 
