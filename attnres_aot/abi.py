@@ -16,6 +16,8 @@ from attnres_aot.records import dataclass
 
 KIND_BYTES = {"pointer": 8, "i32": 4, "i64": 8, "f32": 4}
 """Bytes of one parameter, by kind."""
+MIN_EPS = 1e-30
+"""Smallest epsilon: a kernel takes reciprocal square roots of normal fp32 numbers only, and 1/256 of this is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ CONSUMER_PARAMS = lay_out(
         ("rows", "i32"),
         ("spin_budget", "i32"),  # polls before a ring kernel traps; 0: never
         ("fault_tag", "i32"),  # written to the fault record to name the launch
-        ("eps", "f32"),
+        ("eps", "f32"),  # MIN_EPS or more, as out_eps
         ("out_eps", "f32"),
     ]
 )

@@ -32,8 +32,8 @@ MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
 NARROW_ROWS = 16
 """Most rows for which an ordinary consumer has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
-MANY_BLOCKS, NARROW_ROWS_OF_MANY = 6, 4
-"""Saved blocks from which on it is that many rows instead, but at the end of the model; measured likewise."""
+MANY_BLOCKS, NARROW_ROWS_OF_MANY = 4, 8
+"""Saved blocks from which on it is that many rows instead; measured likewise."""
 
 STATISTICS, PUBLISH = "statistics", "publish"
 """Kernels of producers."""
@@ -233,8 +233,8 @@ def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
     if variant.slots or variant.stats:
         return (SpecChoice(spec=narrow, max_rows=None),)
     wide = SpecChoice(spec=replace(narrow, wide=True), max_rows=None)
-    many = variant.key.nb >= MANY_BLOCKS and not variant.key.final
-    return (SpecChoice(spec=narrow, max_rows=NARROW_ROWS_OF_MANY if many else NARROW_ROWS), wide)
+    few = NARROW_ROWS_OF_MANY if variant.key.nb >= MANY_BLOCKS else NARROW_ROWS
+    return (SpecChoice(spec=narrow, max_rows=few), wide)
 
 
 def parse_variant(name: str) -> Variant:

@@ -32,7 +32,7 @@ def _of_its_kind(spec: ImageSpec) -> int:
     if spec.slots > 8:
         return 128
     if spec.nb is None:
-        return 96 if spec.slots > 1 else 72
+        return 96 if spec.slots > 1 else 80
     if spec.nb == 0:
-        return 48
+        return 72
     return 128 if spec.wide or spec.slots > 1 else 96

@@ -38,13 +38,14 @@ Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the
 Shared memory and synchronisation are those of `row_sums`: up to three exchanges, of which the third (mix . mix itself) is
 entered by the whole cluster or not at all.
 
-Dependents are released at entry, so that their work before the delta overlaps. With `patient`, those of an ordinary
-kernel are released when its products of the blocks are there, which keeps the grids that follow from crowding it; a
-kernel that has no work before the delta (no blocks, or statistics) releases them after its own wait for the same reason.
+Dependents are released at entry, so that their work before the delta overlaps. A kernel that has little (no blocks, or
+statistics) releases them when that is done, which keeps the grids that follow from crowding it.
 
-In a chain of dependent launches what follows the wait is the critical path. So the delta's address is translated before
-it (a prefetch), and with `late_stores` the updated prefix is stored while the last exchange's sums travel. Where the GPU
-is full, stores that start early are worth more.
+In a chain of dependent launches what follows the wait is the critical path, so as much as possible is done before it: the
+delta's address is translated (a prefetch), the cluster barrier is passed, M . M is added up and left in shared memory,
+which also keeps the compiler from putting M off. `late_stores` then store the updated prefix while the last exchange's
+sums travel; where the GPU is full, stores that start early are worth more. With a mailbox nothing is waited for, the
+whole kernel is the critical path, and its loads come before everything else.
 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
@@ -57,13 +58,13 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.row_sums import RowSums, bounce, padded
 from attnres_aot.kernels.vectors import (
-    LOG2_E,
     VEC,
     add_bf16,
     col_address,
     combine,
     dot,
     pack,
+    quick_exp,
     round_bf16,
     select,
     softmax,
@@ -88,7 +89,7 @@ class Consumer:
     """Compiles to one image; the constructor's arguments are everything the code depends on."""
 
     def __init__(
-        self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm, patient, late_stores
+        self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm, late_stores, early_look
     ):
         """Fixes the code's constants.
 
@@ -102,10 +103,10 @@ class Consumer:
           threads: threads per CTA, a multiple of 32.
           vectors: 16-byte vectors per thread.
           min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
-          patient: release dependents only when the products of the saved blocks are there; of an ordinary source only.
           late_stores: store the updated prefix after the last exchange's sums are sent.
+          early_look: load the mailbox before the exchange of the saved blocks' sums.
         """
-        self.patient, self.late_stores = patient, late_stores
+        self.late_stores, self.early_look = late_stores, early_look
         self.stats = nb is None
         self.nb = 0 if nb is None else nb
         self.has_delta, self.final, self.slots = has_delta, final, slots
@@ -115,6 +116,7 @@ class Consumer:
         self.row_vecs = hidden // VEC
         self.mixes = self.stats or self.nb > 0
         self.gram = not self.mixes or (slots > 0 and not self.stats and self.nb <= GRAM_BLOCKS)
+        self.split = not self.gram and not self.stats
         self.sums = RowSums(cluster, threads, self._counts())
 
     def _counts(self):
@@ -220,36 +222,47 @@ class Consumer:
         out_eps: Float32,
     ):
         """Device body: one row per cluster."""
-        if const_expr(self.nb > 0 and not self.patient):
+        if const_expr(self.nb > 0):
             cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
-        exchanges = self.sums.open(tid, rank)
-
+        exchanges = None if self.slots else self.sums.open(tid, rank)
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
         vw = [(ptx.ld_vec_const(col_address(norm, c)), ptx.ld_vec_const(col_address(query, c))) for c in cols]
         blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
         vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
+        look = partial(self._look, source, row, cols, source_row_stride, source_slot_stride)
+        looked = look() if self.early_look else None
+        if const_expr(self.slots and self.split):
+            exchanges = self.sums.open(tid, rank)
         m, l, mean = Float32(0.0), Float32(1.0), None
-        if const_expr(not self.gram and not self.stats):
-            m, l, mean = self._mix_blocks(exchanges[0], vb, w, eps)
+        if const_expr(self.split):
+            m, l, mean = self._mix_blocks(exchanges, vb, w, eps)
         prefix_at = [vec_address(prefix, row, prefix_row_stride, col) for col in cols]
         vp = [ptx.ld_vec(address) for address in prefix_at] if self.has_delta else None
         vo = [ptx.ld_vec_const(col_address(out_norm, col)) for col in cols]
+        if const_expr(self.slots and not self.early_look):
+            looked = look()
         if const_expr(not self.slots):
             for i in range_constexpr(self.vectors):
                 ptx.prefetch(vec_address(source, row, source_row_stride, cols[i]))
-        if const_expr(self.stats or not self.slots):
-            cute.arch.griddepcontrol_wait()
+        if const_expr(self.slots and not self.split):
+            exchanges = self.sums.open(tid, rank)
+        if const_expr(self.nb == 0 and not self.slots):
+            cute.arch.cluster_wait()
         if const_expr(self.nb == 0):
             cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.stats or not self.slots):
+            cute.arch.griddepcontrol_wait()
         if const_expr(self.stats):
             m, l, mean = self._load_statistics(mixture, scal, row, cols)
 
-        vd = self._take_source(source, row, cols, source_row_stride, source_slot_stride, fault, fault_tag, spin_budget)
+        if const_expr(not self.slots):
+            looked = look()
+        vd = self._take(looked, row, cols, source_slot_stride, fault, fault_tag, spin_budget)
         vx = add_bf16(vp, vd) if self.has_delta else vd
         blocks_at = [address + block_bytes * write for address in blocks_from]
         aux_at = [vec_address(aux, row, aux_row_stride, col) for col in cols]
@@ -257,56 +270,54 @@ class Consumer:
         if const_expr(not self.late_stores):
             store()
 
-        meanwhile = store if self.late_stores else _nothing
+        meanwhile = partial(self._meanwhile, store, vo)
         x = unpack_all(vx)
         if const_expr(self.gram):
-            mix, square, s = self._mix_all(exchanges, vb, x, w, eps, meanwhile)
+            y = self._mix_all(exchanges, vb, x, w, eps, out_eps, meanwhile)
         else:
-            mix, square, s = self._fold(exchanges, x, w, m, l, mean, eps, meanwhile)
-        inv = ptx.rsqrt(square * self.inv_hidden + out_eps * (s * s))
-        weight = unpack_all(vo)
-        y = [value * inv * weight[i] for i, value in enumerate(mix)]
+            y = self._fold(exchanges, x, w, m, l, mean, eps, out_eps, meanwhile)
         for i in range_constexpr(self.vectors):
             ptx.st_vec(vec_address(out, row, out_row_stride, cols[i]), pack(y[i * VEC : (i + 1) * VEC]))
         if const_expr(self.slots and not self.stats):
             # Later launches wait for this grid alone, so it must not finish before the grid that it follows.
             cute.arch.griddepcontrol_wait()
 
-    def _mix_blocks(self, exchange, vb, w, eps):
+    def _mix_blocks(self, exchanges, vb, w, eps):
         """Returns (m, l, M) over the saved blocks: logits by one exchange, softmax in every thread, M per element."""
-        release = cute.arch.griddepcontrol_launch_dependents if self.patient else None
-        logits = self.sums.logits(exchange, [unpack_all(vecs) for vecs in vb], w, self.inv_hidden, eps, release)
+        logits = self.sums.logits(exchanges[0], [unpack_all(vecs) for vecs in vb], w, self.inv_hidden, eps)
         m, e, l = softmax(logits)
         scale = ptx.reciprocal(l)
-        return m, l, combine([p * scale for p in e], [unpack_all(vecs, launder=True) for vecs in vb])
+        mean = combine([p * scale for p in e], [unpack_all(vecs, launder=True) for vecs in vb])
+        if not self.slots:
+            self.sums.leave_early(exchanges[1], dot(mean, mean))
+        return m, l, mean
 
-    def _mix_all(self, exchanges, vb, x, w, eps, meanwhile):
-        """Returns (s mix, s^2 mix . mix, s) over the saved blocks and the updated prefix `x`, by one exchange of all sums.
+    def _mix_all(self, exchanges, vb, x, w, eps, out_eps, meanwhile):
+        """Returns the output over the saved blocks and the updated prefix `x`, by one exchange of all sums.
 
-        `meanwhile` is called while they travel.
+        `meanwhile` is called while they travel and returns the output norm's weight.
         """
-        cute.arch.cluster_wait()
+        if self.slots or self.nb > 0:
+            cute.arch.cluster_wait()
         if self.nb == 0:
             self.sums.send(exchanges[1], [dot(x, x)])
-            meanwhile()
-            return x, self.sums.receive(exchanges[1], 1)[0], Float32(1.0)
+            weight = meanwhile()
+            (square,) = self.sums.receive(exchanges[1], 1)
+            return _scale(x, self._inv_rms(square, out_eps), weight)
         v = [*(unpack_all(vecs) for vecs in vb), x]
         n = len(v)
         pairs = [(i, j) for i in range(n) for j in range(i)]
         sums = [dot(a, a) for a in v] + [dot(a, w) for a in v] + [dot(v[i], v[j]) for i, j in pairs]
         self.sums.send(exchanges[1], sums + [None] * (exchanges[1][0] - len(sums)))
-        meanwhile()
+        weight = meanwhile()
         sums = self.sums.receive(exchanges[1], len(sums))
         squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
         logits = [vw * ptx.rsqrt(vv * self.inv_hidden + eps) for vv, vw in zip(squares, dots, strict=True)]
-        _, p, s = softmax(logits, SPARE)
-        if self.final:
-            scale = ptx.reciprocal(s)
-            p, s = [value * scale for value in p], Float32(1.0)
+        _, p, s = softmax(logits, partial(quick_exp, halvings=SPARE))
         mix = combine(p, [*(unpack_all(vecs, launder=True) for vecs in vb), x])
         terms = tree_sum([a * a * sq for a, sq in zip(p, squares, strict=True)])
         twice = tree_sum([p[i] * p[j] * cross for (i, j), cross in zip(pairs, crosses, strict=False)])
-        return *self._square(exchanges[2], mix, terms, terms + 2.0 * twice), s
+        return self._norm(exchanges[2], mix, s, terms, terms + 2.0 * twice, weight, out_eps)
 
     def _load_statistics(self, mixture, scal, row, cols):
         """Returns (m, l, M) from the caller's statistics: mixture is un-normalised."""
@@ -319,13 +330,20 @@ class Consumer:
             mean += [ptx.bits_to_f32(word) * scale for word in words]
         return m, l, mean
 
-    def _take_source(self, source, row, cols, row_stride, slot_stride, fault, fault_tag, spin_budget):
-        """Returns the delta row's vectors: loaded, or taken from the mailbox, which is re-armed."""
+    def _look(self, source, row, cols, row_stride, slot_stride):
+        """Returns the delta row's vectors by slot and the addresses of the first slot's; a mailbox may not be full yet."""
         addresses = [vec_address(source, row, row_stride, col) for col in cols]
         if not self.slots:
-            return [ptx.ld_vec(address) for address in addresses]
+            return [[ptx.ld_vec(address) for address in addresses]], addresses
         step = Int64(slot_stride) * 16
         frags = [[ptx.ld_vec_mailbox(address + step * slot) for address in addresses] for slot in range(self.slots)]
+        return frags, addresses
+
+    def _take(self, looked, row, cols, slot_stride, fault, fault_tag, spin_budget):
+        """Returns the delta row's vectors from what `_look` returned; a mailbox is polled until it is full, and re-armed."""
+        frags, addresses = looked
+        if not self.slots:
+            return frags[0]
         step, totals = Int64(ptx.launder(slot_stride)) * 16, [None] * self.vectors
         for slot in range(self.slots):
             for i, address in enumerate(addresses):
@@ -340,6 +358,13 @@ class Consumer:
                     totals[i] = [a + b for a, b in zip(totals[i], unpack(frag), strict=True)]
         return totals if self.slots == 1 else [pack(total) for total in totals]
 
+    def _meanwhile(self, store, vo):
+        """What is done while the last exchange's sums travel; returns the output norm's weight."""
+        if not self.late_stores:
+            return unpack_all(vo)
+        store()
+        return [ptx.settle(element) for element in unpack_all(vo)]
+
     @cute.jit
     def _store_prefix(self, vx, prefix_at, blocks_at, has_block: Boolean, aux_at, has_aux: Boolean):
         """Copies the updated prefix, bit for bit, to everywhere it is wanted."""
@@ -352,47 +377,55 @@ class Consumer:
             for i in range_constexpr(self.vectors):
                 ptx.st_vec(aux_at[i], vx[i])
 
-    def _fold(self, exchanges, x, w, m, l, mean, eps, meanwhile):
-        """Returns (s mix, s^2 mix . mix, s): folds the updated prefix `x` into the mixture of the saved blocks.
+    def _fold(self, exchanges, x, w, m, l, mean, eps, out_eps, meanwhile):
+        """Returns the output: folds the updated prefix `x` into the mixture of the saved blocks.
 
         A : B = l exp(m) : exp(logit), divided by 2 l and by the larger exponential: A <= 1/2, B <= 1 / (2 l) or <= 1/2.
-        `meanwhile` is called while the sums travel.
+        `meanwhile` is called while the sums travel and returns the output norm's weight.
         """
-        if self.stats:
+        if self.stats and self.slots:
             cute.arch.cluster_wait()
         share = 0.5 * ptx.reciprocal(l)
-        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mean, x), dot(mean, mean)])
-        meanwhile()
+        early = not self.slots and not self.stats
+        last = None if early else dot(mean, mean)
+        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mean, x), last], early)
+        weight = meanwhile()
         xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
-        logit = xw * ptx.rsqrt(xx * self.inv_hidden + eps)
-        larger = logit > m
-        e = ptx.exp2(select(larger, m - logit, logit - m) * LOG2_E)
-        a, b = select(larger, 0.5 * e, Float32(0.5)), select(larger, share, share * e)
-        s = a + b
+        over = xw * ptx.rsqrt(xx * self.inv_hidden + eps) - m
+        e = quick_exp(-ptx.fabs(over))
+        a, b = select(over > 0.0, 0.5 * e, Float32(0.5)), select(over > 0.0, share, share * e)
+        terms = a * a * mm + b * b * xx
+        mix = combine([a, b], [mean, x])
+        return self._norm(exchanges[2], mix, a + b, terms, terms + 2.0 * (a * b * mx), weight, out_eps)
+
+    def _norm(self, exchange, mix, s, terms, folded, weight, out_eps):
+        """Returns the output from s times the mixture: its square from `folded` where that is sound, else from the elements.
+
+        What is multiplied in which order matters: a share and rsqrt may be so small that their product is none.
+        """
         if self.final:
             scale = ptx.reciprocal(s)
-            a, b, s = a * scale, b * scale, Float32(1.0)
-        terms = a * a * mm + b * b * xx
-        return *self._square(exchanges[2], combine([a, b], [mean, x]), terms, terms + 2.0 * (a * b * mx)), s
+            mix = round_bf16([scale * value for value in mix])
+            (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
+            return _scale(mix, self._inv_rms(square, out_eps), weight)
+        return _scale(mix, self._inv_rms_of(exchange, mix, terms, folded, out_eps * (s * s)), weight)
 
-    def _square(self, exchange, mix, terms, folded):
-        """Returns (mix, mix . mix): from `folded` where that is sound, else from the elements."""
-        if self.final:
-            mix = round_bf16(mix)
-            return mix, self.sums.exchange(exchange, [dot(mix, mix)])[0]
-        return mix, self._sum_squares(exchange, mix, terms, folded)
+    def _inv_rms(self, square, floor):
+        return ptx.rsqrt(square * self.inv_hidden + floor)
 
     @cute.jit
-    def _sum_squares(self, exchange, mix, terms: Float32, folded: Float32):
-        """Returns mix . mix: `folded`, or an exchanged sum where `folded` has cancelled against its `terms`."""
-        square = folded
+    def _inv_rms_of(self, exchange, mix, terms: Float32, folded: Float32, floor: Float32):
+        """Returns rsqrt(mix . mix / H + floor): from `folded`, or an exchanged sum where that has cancelled against `terms`."""
+        inv = self._inv_rms(folded, floor)
         if folded < terms * CANCEL:
             (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
-        return square
+            inv = self._inv_rms(square, floor)
+        return inv
 
 
-def _nothing():
-    pass
+def _scale(values, inv, weight):
+    """(value * inv) * weight: in this order neither a large nor a small value leaves fp32's range before its time."""
+    return [value * inv * factor for value, factor in zip(values, weight, strict=True)]
 
 
 @cute.jit

@@ -106,11 +106,36 @@ def pack_bf16(low, high, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def add_bf16(a, b, *, loc=None, ip=None):
+    """Adds two words of two bf16 each, rounding once (nearest even, subnormals kept): the bits of an fp32 add, rounded.
+
+    The sum of two bf16 is inexact in fp32 only where one is below 2**-16 of the other, and then both round to the other.
+    """
+    operands = [Int32(word).ir_value(loc=loc, ip=ip) for word in (a, b)]
+    return Int32(_asm(T.i32(), operands, "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", volatile=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
 def launder(word, *, loc=None, ip=None):
     """Returns `word`; what was computed from it before is recomputed after, instead of held in registers."""
     return Int32(
         _asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", volatile=True, loc=loc, ip=ip)
     )
+
+
+@dsl_user_op
+def keep(word, *, loc=None, ip=None):
+    """Returns `word`, alike in the whole warp, in a form that is held in a register and never worked out again."""
+    text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return Int32(_asm(T.i32(), [Int32(word).ir_value(loc=loc, ip=ip)], text, "=r,r", volatile=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def settle(value, *, loc=None, ip=None):
+    """Returns an fp32 `value` that is worked out here and not where it is used."""
+    bits = [llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)]
+    word = _asm(T.i32(), bits, "mov.b32 $0, $1;", "=r,r", volatile=True, loc=loc, ip=ip)
+    return Float32(llvm.bitcast(T.f32(), word, loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -121,20 +146,32 @@ def bits_to_f32(word, *, loc=None, ip=None):
 
 @dsl_user_op
 def rsqrt(x, *, loc=None, ip=None):
-    """Reciprocal square root, relative error below 2**-22, subnormals kept."""
-    return _unary("rsqrt.approx.f32", x, loc, ip)
+    """Reciprocal square root of a normal number, relative error below 2**-22."""
+    return _unary("rsqrt.approx.ftz.f32", x, loc, ip)
 
 
 @dsl_user_op
 def exp2(x, *, loc=None, ip=None):
-    """Power of two, relative error below 2**-22; subnormal results are kept: a tiny share of a large source counts."""
+    """Power of two, relative error below 2**-22; subnormal results are kept."""
     return _unary("ex2.approx.f32", x, loc, ip)
+
+
+@dsl_user_op
+def exp2_normal(x, *, loc=None, ip=None):
+    """Power of two, relative error below 2**-22; subnormal operands and results are zeros."""
+    return _unary("ex2.approx.ftz.f32", x, loc, ip)
 
 
 @dsl_user_op
 def reciprocal(x, *, loc=None, ip=None):
     """Reciprocal of a normal number, within one unit in the last place."""
     return _unary("rcp.approx.ftz.f32", x, loc, ip)
+
+
+@dsl_user_op
+def fabs(x, *, loc=None, ip=None):
+    """Magnitude of an fp32."""
+    return _unary("abs.f32", x, loc, ip)
 
 
 @dsl_user_op
@@ -158,6 +195,12 @@ def mbarrier_expect(barrier, tx_bytes, *, loc=None, ip=None):
         " mbarrier.arrive.expect_tx.relaxed.cluster.shared::cta.b64 state, [$0], $1; }"
     )
     _asm(None, operands, text, "r,r", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fence_async_shared(*, loc=None, ip=None):
+    """Orders this thread's ordinary accesses to its CTA's shared memory before asynchronous ones to it."""
+    _asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -201,6 +244,15 @@ def st_shared(address, value, *, loc=None, ip=None):
     """Stores one fp32 to this CTA's shared memory."""
     operands = [Int32(address).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)]
     _asm(None, operands, "st.shared.f32 [$0], $1;", "r,f", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def st_shared_where(address, value, enabled, *, loc=None, ip=None):
+    """Stores one fp32 to this CTA's shared memory where `enabled` is nonzero."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)]
+    operands.append(Int32(enabled).ir_value(loc=loc, ip=ip))
+    text = "{ .reg .pred on; setp.ne.s32 on, $2, 0; @on st.shared.f32 [$0], $1; }"
+    _asm(None, operands, text, "r,f,r", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -1,13 +1,15 @@
 """Sums over a row: adding a few values over all threads of the cluster that shares the row.
 
-Shared memory, for each exchange of N values: an 8-byte mbarrier, fp32 sums of the warps [N][T/32, to a multiple of 4] and
-fp32 sums of the CTAs [K, to a multiple of 4][N]; and fp32 [T/32][32] to show a warp what its lanes hold. K is the number
-of CTAs in the cluster and T that of threads in a CTA.
+Shared memory, for each exchange of N values: lines of fp32 partial sums, one for each value, [max(N, 4)][T / max(N, 4),
+to a multiple of 4, and 4], fp32 sums of the CTAs [K][max(N, 4)] and an 8-byte mbarrier; and fp32 [T/32][32] to show a warp
+what its lanes hold. K is the number of CTAs in the cluster and T that of threads in a CTA.
 
 Synchronisation: thread 0 initialises the mbarriers, each with one arrival (its own) and the expected bytes, then the
-cluster barrier shows them to every CTA before anybody sends. In an exchange each warp adds its values with shuffles and
-leaves the sums in shared memory; after a CTA barrier, one warp per four values adds those and st.asyncs them to every
-CTA of the cluster. Each CTA waits on its own mbarrier and every warp adds up the same numbers in the same order, so all
+cluster barrier shows them to every CTA before anybody sends. In an exchange each warp adds N values with shuffles until a
+lane holds one, so that 32 / N lanes have parts of the same value, and each thread leaves its part in shared memory: further
+shuffles would take longer than reading the parts. (A single value is not shuffled; its line is cut in four.) After a CTA
+barrier, one warp per four lines adds those, eight lanes each the same line, of which each st.asyncs the sum to another CTA
+of the cluster; lines sent by several warps arrive later. Each CTA waits on its own mbarrier and every warp adds up the same numbers in the same order, so all
 threads of the cluster hold the same bits. `send` and `receive` are the halves of an exchange: what a kernel does between
 them is done while the sums travel. A mbarrier and a buffer are used once. A CTA waits for everything that is sent to it, so
 none exits while a peer still writes to its memory: an exchange is entered by all CTAs of a row or by none, and one that
@@ -16,7 +18,7 @@ was declared need not be used.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.vectors import dot, select, tree_sum
@@ -24,14 +26,17 @@ from attnres_aot.kernels.vectors import dot, select, tree_sum
 WARP = 32
 """Threads of a warp."""
 PACKET = 4
-"""Most values that one st.async sends."""
+"""Lines of partial sums that a warp adds up and sends at a time."""
+PEERS = WARP // PACKET
+"""Lanes that add up the same line, each for a CTA of its own: most CTAs of a cluster."""
 
 
 class RowSums:
     """The exchanges of one kernel, by their numbers of values: 0 (unused), 1 or a power of two from PACKET to WARP.
 
-    `open` returns a handle for each: (values, warp sums, CTA sums, mbarrier, rank, room of this warp, way to a peer).
-    The sums, the mbarrier and the room are addresses in shared memory; the way is what lane i adds to them to reach CTA i.
+    `open` returns a handle for each: (values, lines, place of this thread's part, CTA sums, mbarrier, rank, room of this
+    warp, way to a peer). All but the first and the rank are addresses in shared memory; the way is what lane i adds to them
+    to reach CTA i % 8.
     """
 
     def __init__(self, cluster, threads, counts):
@@ -44,30 +49,51 @@ class RowSums:
         """
         self.cluster, self.threads, self.counts = cluster, threads, counts
         self.warps = threads // WARP
-        self.part_stride = _round_up(self.warps, 4)
 
     @cute.jit
     def open(self, tid: Int32, rank: Int32):
         """Declares shared memory, arms the mbarriers and arrives at the cluster barrier that shows them to peers."""
         counts = self.counts
-        bars = cute.arch.alloc_smem(cutlass.Int64, len(counts), alignment=8)
-        sizes = [count * (self.part_stride + _round_up(self.cluster, 4)) for count in counts]
-        floats = cute.arch.alloc_smem(Float32, sum(sizes) + self.threads, alignment=16)
-        bar, base = Int32(bars.toint()), Int32(floats.toint())
-        room = base + 4 * (sum(sizes) + cute.arch.warp_idx() * WARP)
-        lane = cute.arch.lane_idx()
-        away = ptx.peer_offset(base, select(lane < self.cluster, lane, Int32(0)))
-        exchanges = []
-        for i, count in enumerate(counts):
-            parts = base + 4 * sum(sizes[:i])
-            exchanges.append((count, parts, parts + 4 * count * self.part_stride, bar + 8 * i, rank, room, away))
+        sizes = [self._lines(count) * (self._stride(count) + self.cluster) for count in counts]
+        bars = 4 * (sum(sizes) + self.threads)
+        base = Int32(cute.arch.alloc_smem(cutlass.Uint8, bars + 8 * len(counts), alignment=16).toint())
         if tid == 0:
             for i, count in enumerate(counts):
                 if const_expr(count > 0):
-                    ptx.mbarrier_expect(bar + 8 * i, 4 * self.cluster * count)
+                    ptx.mbarrier_expect(base + bars + 8 * i, 4 * self.cluster * self._lines(count))
+            if const_expr(sum(count > 0 for count in counts) == 1):
+                ptx.fence_async_shared()  # a branch as short as this ptxas makes predicates of, without its own fence
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
+        base = ptx.keep(base)
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        room = base + 4 * (sum(sizes) + warp * WARP)
+        peer = lane % PEERS
+        away = ptx.peer_offset(base, select(peer < self.cluster, peer, Int32(0)))
+        exchanges = []
+        for i, count in enumerate(counts):
+            parts = base + 4 * sum(sizes[:i])
+            received = parts + 4 * self._lines(count) * self._stride(count)
+            mine = parts + 4 * self._place(count, tid) if const_expr(count > 0) else parts
+            exchanges.append((count, parts, mine, received, base + bars + 8 * i, rank, room, away))
         return exchanges
+
+    def _place(self, count, tid):
+        """Where, in floats from the first line, a thread leaves its part of a value."""
+        tid = Uint32(tid)
+        if count == 1:
+            length = self.threads // PACKET
+            return Int32(tid // length * self._stride(count) + tid % length)
+        share = WARP // count
+        return Int32(tid % WARP // share * self._stride(count) + tid // WARP * share + tid % share)
+
+    def _lines(self, count):
+        """Sums that a CTA sends in an exchange of `count` values: a single value is added up in PACKET parts."""
+        return max(count, PACKET) if count else 0
+
+    def _stride(self, count):
+        """Floats from a line of partial sums to the next: a multiple of 4, and lines PACKET apart share no bank."""
+        return _round_up(self.threads // self._lines(count), 4) + 4 if count else 0
 
     def exchange(self, exchange, values):
         """Adds `values` over the row; returns the sums, alike in all threads.
@@ -77,47 +103,51 @@ class RowSums:
         self.send(exchange, values)
         return self.receive(exchange, sum(value is not None for value in values))
 
-    def send(self, exchange, values):
+    def send(self, exchange, values, last_is_left=False):
         """Adds `values`, as `exchange` takes them, over this CTA and sends the sums to the cluster."""
-        self._leave(exchange, values)
+        self._leave(exchange, values, last_is_left)
         self._dispatch(exchange)
 
     def receive(self, exchange, wanted):
         """Waits for what the row's CTAs have sent; returns the row's sums of the first `wanted` values."""
-        count, received, room = exchange[0], exchange[2], exchange[5]
-        ptx.mbarrier_wait(exchange[3])
+        count, _, _, received, barrier, _, room, _ = exchange
+        ptx.mbarrier_wait(barrier)
         if count > PACKET:
             return bounce(room, cute.arch.lane_idx() % count, self._sum_column(exchange), wanted)
-        if count == 1:
-            parts = []
-            for sender in range(0, self.cluster, 4):
-                parts += ptx.ld_shared_vec(received + sender * 4)[: self.cluster - sender]
-            return [tree_sum(parts)]
         vecs = [ptx.ld_shared_vec(received + sender * 16) for sender in range(self.cluster)]
+        if count == 1:
+            return [tree_sum([part for vec in vecs for part in vec])]
         return [tree_sum(list(column)) for column in zip(*vecs, strict=True)][:wanted]
 
-    def _leave(self, exchange, values, once_summed=None):
-        """Adds `values` over each warp, calls `once_summed` if there is one, and leaves the sums for the CTA."""
-        count, parts = exchange[0], exchange[1]
-        mine = _reduce_scatter(values, cute.arch.lane_idx())
-        if once_summed is not None:
-            once_summed()
-        value = cute.arch.lane_idx() // (WARP // count)
-        ptx.st_shared(parts + (value * self.part_stride + cute.arch.warp_idx()) * 4, mine)
+    def leave_early(self, exchange, value):
+        """Leaves `value`, the last that the exchange sums, before the others are known; `send` gets None in its place."""
+        share = WARP // exchange[0]
+        offset = WARP // 2
+        while offset >= share:
+            value = value + cute.arch.shuffle_sync_bfly(value, offset)
+            offset //= 2
+        ptx.st_shared_where(exchange[2], value, Int32(cute.arch.lane_idx() >= WARP - share))
 
-    def logits(self, exchange, sources, w, inv_hidden, eps, once_summed=None):
+    def _leave(self, exchange, values, last_is_left=False):
+        """Adds `values` over lanes until each holds one, and leaves the parts for the CTA."""
+        mine = _reduce_scatter(values, cute.arch.lane_idx())
+        if last_is_left:
+            ptx.st_shared_where(exchange[2], mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange[0]))
+        else:
+            ptx.st_shared(exchange[2], mine)
+
+    def logits(self, exchange, sources, w, inv_hidden, eps):
         """Returns (v . w) * rsqrt(v . v * inv_hidden + eps) of each source v, alike in all threads, by one exchange.
 
-        The exchange has twice the number of sources, each half padded to a power of two. `once_summed` is called when
-        the products are there and added over the warp.
+        The exchange has twice the number of sources, each half padded to a power of two.
         """
-        half, room = exchange[0] // 2, exchange[5]
+        half, barrier, room = exchange[0] // 2, exchange[4], exchange[6]
         pads = [None] * (half - len(sources))
         values = [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads
-        self._leave(exchange, values, once_summed)
+        self._leave(exchange, values)
         cute.arch.cluster_wait()
         self._dispatch(exchange)
-        ptx.mbarrier_wait(exchange[3])
+        ptx.mbarrier_wait(barrier)
         mine = self._sum_column(exchange)
         lane = cute.arch.lane_idx()
         other = cute.arch.shuffle_sync_bfly(mine, half)
@@ -127,39 +157,42 @@ class RowSums:
 
     def _sum_column(self, exchange):
         """Returns, in lane i, the row's sum of values[i % count], once all have arrived."""
-        count, received = exchange[0], exchange[2]
+        count, received = exchange[0], exchange[3]
         column = received + (cute.arch.lane_idx() % count) * 4
         return tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])
 
     def _dispatch(self, exchange):
-        """Adds what the warps of this CTA have left and sends it to the cluster."""
-        count, parts, received, barrier, rank, _, away = exchange
+        """Adds what the threads of this CTA have left and sends it to the cluster."""
+        count, parts, _, received, barrier, rank, _, away = exchange
+        lines, stride = self._lines(count), self._stride(count)
         cute.arch.sync_threads()
-        packet = min(count, PACKET)
-        for begin in range(0, count, self.warps * packet):
-            first = begin + cute.arch.warp_idx() * packet
-            to = received + (rank * count + first) * 4
-            self._send(first < count, parts + first * self.part_stride * 4, to + away, barrier + away, packet)
+        for begin in range(0, lines, self.warps * PACKET):
+            first = begin + cute.arch.warp_idx() * PACKET
+            line = first + cute.arch.lane_idx() // PEERS
+            to = received + (rank * lines + line) * 4
+            self._send(first < lines, parts + line * stride * 4, to + away, barrier + away, self.threads // lines)
 
     @cute.jit
-    def _send(self, mine: Boolean, parts: Int32, there: Int32, barrier: Int32, packet: cutlass.Constexpr):
-        """In the warps that `mine` names, adds a packet of values over this CTA; each lane sends it to its peer."""
+    def _send(self, mine: Boolean, parts: Int32, there: Int32, barrier: Int32, length: cutlass.Constexpr):
+        """In the warps that `mine` names, each lane adds its line of partial sums and sends it to its peer."""
         if mine:
-            sums = [self._sum_warps(parts + i * self.part_stride * 4) for i in range(packet)]
-            ptx.st_async(there, barrier, sums, Int32(cute.arch.lane_idx() < self.cluster))
+            total = _sum_line(parts, length)
+            ptx.st_async(there, barrier, [total], Int32(cute.arch.lane_idx() % PEERS < self.cluster))
 
-    def _sum_warps(self, address):
-        """Adds one value's partial sums over the warps of this CTA."""
-        parts = []
-        for warp in range(0, self.warps, 4):
-            parts += ptx.ld_shared_vec(address + warp * 4)[: self.warps - warp]
-        return tree_sum(parts)
+
+def _sum_line(address, length):
+    """Adds `length` fp32 in shared memory, from a 16-byte aligned address."""
+    values = []
+    for first in range(0, length, 4):
+        values += ptx.ld_shared_vec(address + first * 4)[: length - first]
+    return tree_sum(values)
 
 
 def _reduce_scatter(values, lane):
-    """Adds each of `values` over the warp's lanes; lane i returns the sum of values[i // (32 / count)].
+    """Adds values over lanes until each holds one: lane i returns a part of the sum of values[i // (32 / count)].
 
-    The count is a power of two; a lane whose value is None returns anything.
+    The 32 / count lanes of a value hold different parts. The count is a power of two; a lane whose value is None returns
+    anything.
     """
     offset = WARP // 2
     while len(values) > 1:
@@ -167,10 +200,7 @@ def _reduce_scatter(values, lane):
         upper = (lane & offset) != 0
         values = [_halve(a, b, upper, offset) for a, b in zip(values[:half], values[half:], strict=True)]
         offset //= 2
-    total = values[0]
-    for step in _offsets(offset):
-        total = total + cute.arch.shuffle_sync_bfly(total, step)
-    return total
+    return values[0]
 
 
 def _halve(a, b, upper, offset):
@@ -190,15 +220,6 @@ def bounce(address, index, value, count):
     for first in range(0, count, 4):
         values += ptx.ld_shared_vec(address + first * 4)
     return values[:count]
-
-
-def _offsets(first, last=1):
-    """Powers of two from `first` down to `last`; empty when first < last."""
-    offsets = []
-    while first >= last:
-        offsets.append(first)
-        first //= 2
-    return offsets
 
 
 def padded(count):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnres_aot.abi import MIN_EPS
 from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.records import dataclass
 from attnres_aot.runtime.operands import vector_problems
@@ -74,12 +75,13 @@ def check_eps(eps: float | tuple[float, float]) -> tuple[float, float]:
     """Returns (eps, out_eps) from one number for both or a pair.
 
     Raises:
-      OperandError: not one or two finite numbers of at least 0.
+      OperandError: not one or two finite numbers of at least MIN_EPS.
     """
     pair: tuple[Any, ...] = eps if isinstance(eps, tuple) else (eps, eps)
     if len(pair) != 2 or not all(map(_is_epsilon, pair)):
         raise OperandError(
-            f"eps is {eps!r}; a finite number of at least 0, or a pair (eps, out_eps) of them, is wanted"
+            f"eps is {eps!r}; a finite number of at least {MIN_EPS:g}, or a pair (eps, out_eps) of them, is wanted: "
+            "the kernels take the square root of no less"
         )
     return float(pair[0]), float(pair[1])
 
@@ -121,4 +123,4 @@ def read_target(layer: Any, *, final: bool, has_delta: bool | None) -> Target:
 
 
 def _is_epsilon(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and MIN_EPS <= value < math.inf

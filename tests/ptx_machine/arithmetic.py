@@ -90,6 +90,19 @@ def pack_bf16(high: Tensor, low: Tensor) -> Tensor:
     return low32(to_bf16(high) << 16 | to_bf16(low))
 
 
+def add_bf16(a: Tensor, b: Tensor) -> Tensor:
+    """Adds pairs of bf16: the sum in fp64, rounded to odd fp32, which a second rounding cannot harm."""
+
+    def rounded(left: Tensor, right: Tensor) -> Tensor:
+        total = f32(left).double() + f32(right).double()
+        single = total.float()
+        inexact = total.isfinite() & single.isfinite() & (single.double() != total)
+        larger = inexact & (single.double().abs() > total.abs())
+        return to_bf16(low32(unsigned(single.view(torch.int32)) - larger.long() | inexact.long()))
+
+    return low32(rounded(a & -0x10000, b & -0x10000) << 16 | rounded(a << 16, b << 16))
+
+
 def unordered_or(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """A comparison of fp32 that NaN passes."""
     return lambda a, b: operation(f32(a), f32(b)) | f32(a).isnan() | f32(b).isnan()
@@ -107,7 +120,7 @@ def approximations(seed: int | None = None) -> dict[str, Callable[..., Tensor]]:
     return {
         "ex2.approx.f32": approximate(torch.exp2, ftz=False, seed=seed),
         "ex2.approx.ftz.f32": approximate(torch.exp2, ftz=True, seed=seed),
-        "rsqrt.approx.f32": approximate(torch.rsqrt, ftz=False, seed=seed),
+        "rsqrt.approx.ftz.f32": approximate(torch.rsqrt, ftz=True, seed=seed),
         "rcp.approx.ftz.f32": approximate(torch.reciprocal, ftz=True, seed=seed),
     }
 
@@ -145,6 +158,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "setp.gt.s32": torch.gt,
     "setp.lt.s32": torch.lt,
     "setp.lt.u32": lambda a, b: unsigned(a) < unsigned(b),
+    "setp.gt.u32": lambda a, b: unsigned(a) > unsigned(b),
     "setp.gt.f32": lambda a, b: f32(a) > f32(b),
     "setp.geu.f32": unordered_or(torch.ge),
     "add.f32": binary(torch.add),
@@ -153,6 +167,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "max.f32": maximum,
     "fma.rn.f32": fma,
     "cvt.rn.bf16x2.f32": pack_bf16,
+    "add.rn.bf16x2": add_bf16,
+    "abs.f32": lambda a: a & 0x7FFFFFFF,
+    "neg.f32": lambda a: a ^ -0x80000000,
     **approximations(),
 }
 """Opcode -> its result from its operands."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ptx_machine.arithmetic import MASK32
 from ptx_machine.machine import TRY_WAIT, Machine, vector
 from ptx_machine.program import Imm, Instruction, Param, PtxError, Reg
 from ptx_machine.shared import WARP
@@ -24,11 +25,16 @@ def _load_param(machine: Machine, instruction: Instruction, group: Tensor) -> No
     to, param = instruction.operands
     assert isinstance(to, Reg)
     assert isinstance(param, Param)
-    dtype = machine.program.register_types[to.number]
-    size = {"u64": torch.int64, "u32": torch.int32, "f32": torch.int32}[machine.program.params[param.number]]
-    if size != dtype:
+    size = {"u64": "b64", "u32": "b32", "f32": "b32"}[machine.program.params[param.number]]
+    if not instruction.opcode.endswith(size):
         raise PtxError(f"parameter {param.number} is read with another size than it has")
-    machine.assign(to, group, torch.tensor(machine.launch.params[param.number], dtype=dtype))
+    dtype = machine.program.register_types[to.number]
+    if size == "b64" and dtype != torch.int64:
+        raise PtxError(f"parameter {param.number} does not fit the register")
+    value = machine.launch.params[param.number]
+    if size == "b32" and dtype == torch.int64:  # a wider register is filled with zeros
+        value = int(value) & MASK32
+    machine.assign(to, group, torch.tensor(value, dtype=dtype))
 
 
 def _load_global(machine: Machine, instruction: Instruction, group: Tensor) -> None:
@@ -198,6 +204,7 @@ EFFECTS: dict[str, Effect] = {
     "griddepcontrol.wait": _wait_grid,
     "griddepcontrol.launch_dependents": _release_grid,
     "fence.mbarrier_init.release.cluster": _nothing,
+    "fence.proxy.async.shared::cta": _nothing,
     "prefetch.global.L2": _nothing,
     "fence.acq_rel.sys": _nothing,
     "trap": _trap,

@@ -60,9 +60,9 @@ def test_a_second_shape_serves_many_rows_of_ordinary_consumers():
         str(each.variant): [(str(c.spec), c.max_rows) for c in each.choices] for each in plan(K3, SM_100).variants
     }
     assert choices["nb0-write0"] == [("h7168-nb0", 16), ("h7168-nb0-wide", None)]
-    assert choices["nb5-delta"] == [("h7168-nb5-delta", 16), ("h7168-nb5-delta-wide", None)]
-    assert choices["nb6-delta"] == [("h7168-nb6-delta", 4), ("h7168-nb6-delta-wide", None)]
-    assert choices["nb8-delta-final"] == [("h7168-nb8-delta-final", 16), ("h7168-nb8-delta-final-wide", None)]
+    assert choices["nb3-delta"] == [("h7168-nb3-delta", 16), ("h7168-nb3-delta-wide", None)]
+    assert choices["nb4-delta"] == [("h7168-nb4-delta", 8), ("h7168-nb4-delta-wide", None)]
+    assert choices["nb8-delta-final"] == [("h7168-nb8-delta-final", 8), ("h7168-nb8-delta-final-wide", None)]
     assert choices["nb8-delta-ring8"] == [("h7168-nb8-delta-ring8", None)]
     assert choices["nb8-delta-stats"] == [("h7168-stats-delta", None)]
 

@@ -31,10 +31,10 @@ def consumer(**facts) -> ConsumerSpec:
 BUDGETS = [
     Budget("ordinary", consumer(), 96),
     Budget("wide", consumer(wide=True), 128),
-    Budget("no blocks", consumer(nb=0, wide=True), 48),
+    Budget("no blocks", consumer(nb=0, wide=True), 72),
     Budget("one slot", consumer(slots=1), 96),
     Budget("some slots", consumer(slots=2), 128),
-    Budget("statistics taken", consumer(nb=None, slots=1), 72),
+    Budget("statistics taken", consumer(nb=None, slots=1), 80),
     Budget("statistics and slots", consumer(nb=None, slots=8), 96),
     Budget("statistics and many slots", consumer(nb=None, slots=9), 128),
     Budget("statistics made", StatisticsSpec(hidden=7168, nb=8), 88),

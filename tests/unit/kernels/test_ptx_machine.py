@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from ptx_machine.arithmetic import MAX_ERROR, OPERATIONS, approximations, fma, low32, maximum, pack_bf16
+from ptx_machine.arithmetic import MAX_ERROR, OPERATIONS, add_bf16, approximations, fma, low32, maximum, pack_bf16
 from ptx_machine.machine import DeadlockError, Launch
 from ptx_machine.memory import GlobalMemory, Segment
 from ptx_machine.program import PtxError, parse
@@ -59,6 +59,19 @@ def test_bf16_is_rounded_as_torch_rounds():
     assert (found[nan] == 0x7FFF).all()
 
 
+def test_bf16_is_added_as_torch_adds():
+    halves = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x3F80, 0xBF80, 0x3C00, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80]
+    halves += [RANDOM.getrandbits(16) for _ in range(600)]
+    bits = torch.tensor(halves, dtype=torch.int32)
+    left, right = torch.meshgrid(bits, bits, indexing="ij")
+    found = add_bf16(left.flatten() << 16 | right.flatten(), right.flatten() << 16 | left.flatten())
+    found = found.view(torch.int16).view(*left.shape, 2)
+    wanted = left.short().view(torch.bfloat16) + right.short().view(torch.bfloat16)
+    nan = wanted.isnan()
+    assert torch.equal(found[~nan], wanted.view(torch.int16)[~nan, None].expand(-1, 2))
+    assert (found[nan] == 0x7FFF).all()
+
+
 def test_integers_wrap_and_compare_without_signs():
     a, b = words(0xFFFFFFFF, 0x80000000, 7), words(0xFFFFFFFF, 3, 0x92492493)
     assert OPERATIONS["mul.hi.u32"](a, b).tolist() == [-2, 1, 4]
@@ -78,12 +91,12 @@ def test_a_nan_loses_and_approximations_keep_subnormals_unless_told():
 
 def test_approximations_may_be_off_but_not_too_far_and_always_alike():
     values = words(*(RANDOM.getrandbits(23) | 127 << 23 for _ in range(5000)))
-    exact = OPERATIONS["rsqrt.approx.f32"](values).view(torch.float32)
-    off = approximations(seed=3)["rsqrt.approx.f32"](values)
+    exact = OPERATIONS["rsqrt.approx.ftz.f32"](values).view(torch.float32)
+    off = approximations(seed=3)["rsqrt.approx.ftz.f32"](values)
     error = (off.view(torch.float32).double() / exact.double() - 1).abs()
     assert MAX_ERROR / 2 < error.max() < MAX_ERROR * 1.3  # and two roundings
-    assert torch.equal(off, approximations(seed=3)["rsqrt.approx.f32"](values))
-    assert not torch.equal(off, approximations(seed=4)["rsqrt.approx.f32"](values))
+    assert torch.equal(off, approximations(seed=3)["rsqrt.approx.ftz.f32"](values))
+    assert not torch.equal(off, approximations(seed=4)["rsqrt.approx.ftz.f32"](values))
 
 
 HEAD = """

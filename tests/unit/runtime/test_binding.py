@@ -43,9 +43,11 @@ def test_all_bad_weights_are_reported_together(bundle, key):
     assert len(str(caught.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf"), (1e-5,), (1e-5, 1e-5, 1e-5), "1e-5", True, None])
+@pytest.mark.parametrize(
+    "eps", [-1e-5, 0, 1e-31, (1e-5, 0.0), float("nan"), float("inf"), (1e-5,), (1e-5, 1e-5, 1e-5), "1e-5", True, None]
+)
 def test_bad_eps_is_refused(bundle, weights, key, eps):
-    with pytest.raises(OperandError, match=r"eps is .*a finite number of at least 0"):
+    with pytest.raises(OperandError, match=r"eps is .*a finite number of at least 1e-30"):
         attnres_aot.PreparedAttnRes(weights, key, eps, bundle)
 
 
