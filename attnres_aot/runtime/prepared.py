@@ -58,7 +58,7 @@ class PreparedAttnRes(BoundConsumer):
           weights: (norm, query, out_norm), contiguous bf16 [H]; query may be [1, H]. Their memory is kept alive, but
             weights that move must be bound anew.
           key: which consumer.
-          eps: epsilon of both norms, or a pair (under the logits, of the output norm).
+          eps: epsilon of both norms, or a pair (under the logits, of the output norm); 1e-30 or more.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: launch with programmatic stream serialization.
           checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off,
