@@ -6,6 +6,7 @@ sets in turn, weights included, that each was evicted before its next turn.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ COLD_FACTOR = 2.0
 """Bytes of all sets together, as a multiple of the L2, for a cold measurement."""
 MAX_SETS = 2048
 """Most sets of one measurement."""
+COPY_TIMINGS = 3
+"""Graphs that are timed for one time of a copy into a mailbox."""
 SPIN_BUDGET = 1 << 24
 """Polls after which a ring consumer gives up instead of hanging the run."""
 
@@ -96,6 +99,14 @@ class Rig:
         """Returns the GPU time of a job, in microseconds."""
         sets = self.make_sets(job)
         return self.timer([self.call(job, sets, index) for index in range(sets.count)])
+
+    def copy_us(self, job: Job) -> float:
+        """Returns the GPU time of the copy into a job's mailbox alone, in microseconds: the median of COPY_TIMINGS.
+
+        It is taken off other times, where a single odd one would make many look too short or too long.
+        """
+        alone = Job(variant=job.variant, rows=job.rows, pdl=False, cold=job.cold, consumer=False)
+        return statistics.median(self.time_us(alone) for _ in range(COPY_TIMINGS))
 
     def set_count(self, job: Job) -> int:
         """Returns how many sets a job works on in turn."""

@@ -46,7 +46,7 @@ def measure_cells(rig: Rig, nb: int, slots: int, rows: Sequence[int], *, pdl: bo
 def _measure_cell(rig: Rig, nb: int, slots: int, rows: int, *, pdl: bool) -> Cell:
     plain = Job(variant=variant_for(nb, slots, stats=False), rows=rows, pdl=pdl)
     stats = replace(plain, variant=variant_for(nb, slots, stats=True))
-    copy = rig.time_us(replace(plain, consumer=False)) if slots else 0.0
+    copy = rig.copy_us(plain) if slots else 0.0
     return Cell(
         nb=nb,
         slots=slots,

@@ -14,7 +14,8 @@ from attnres_aot.bench import show
 from attnres_aot.bench.cold_start import IMPORT_ALONE, run_program, summarise
 from attnres_aot.bench.compare import compare, geometric_mean
 from attnres_aot.bench.host import BARE, FILL, RING, RUN, costs
-from attnres_aot.bench.points import CHAIN, CONSUMER, Selection, Series, default_variants, rows_for, select
+from attnres_aot.bench.measure import PointTimer
+from attnres_aot.bench.points import CHAIN, CONSUMER, Point, Selection, Series, default_variants, rows_for, select
 from attnres_aot.bench.points import RING as RING_WORK
 from attnres_aot.bench.results import (
     ColdStart,
@@ -29,6 +30,7 @@ from attnres_aot.bench.results import (
     report_json,
     write_atomically,
 )
+from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.bench.traffic import consumer_traffic, copy_traffic, statistics_traffic
 from attnres_aot.errors import DriverError, UsageError
 from attnres_aot.row_counts import parse_rows
@@ -51,6 +53,25 @@ def test_default_selection_is_the_published_tables() -> None:
     assert [str(line) for line in lines[1:7]] == [
         "nb1-delta", "nb1-delta-stats", "nb4-delta", "nb4-delta-stats", "statistics + nb4-delta-stats", "nb8-delta",
     ]  # fmt: skip
+
+
+def test_an_odd_time_of_a_copy_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, jobs = iter([9.0, 5.5, 1.25, 1.5, 7.0]), []
+
+    def time_us(_: Rig, job: Job) -> float:
+        jobs.append(job)
+        return next(times)
+
+    monkeypatch.setattr(Rig, "time_us", time_us)
+    rig = Rig.__new__(Rig)
+    rig.hidden = 7168
+    timer = PointTimer(rig, None)
+    line = Series(work=RING_WORK, variant=parse_variant("nb1-delta-ring1"))
+    found = timer.time(Point(series=line, rows=4, pdl=True, cold=False))
+    assert (found.us, found.with_copy_us, found.copy_us) == (7.5, 9.0, 1.5)
+    assert [(job.consumer, job.pdl, job.rows) for job in jobs] == [(True, True, 4), *[(False, False, 4)] * 3]
+    again = timer.time(Point(series=line, rows=4, pdl=False, cold=False))
+    assert (again.us, again.copy_us) == (5.5, 1.5)  # and a copy of that size is not timed again
 
 
 def test_publishers_fill_mailboxes_of_one_slot() -> None:
