@@ -70,6 +70,18 @@ class TableRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRecord:
+    """What an image was allowed to use when it was built."""
+
+    registers: int
+    """Registers per thread."""
+    smem_bytes: int
+    """Shared memory that the kernel declares, bytes per CTA."""
+    critical_instructions: int
+    """Instructions of the critical path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRecord:
     """One compiled image: a cubin with one kernel, and the facts needed to launch it."""
 
@@ -105,6 +117,11 @@ class ImageRecord:
     """Stack frame, bytes per thread."""
     spill_bytes: int
     """Register spills, bytes per thread."""
+    critical_instructions: int
+    """Instructions that a chain of dependent launches cannot overlap: from the wait for what the kernel depends on to
+    its last exit; from its start where it does not wait, or only waits at its end."""
+    budget: BudgetRecord
+    """What the build allowed."""
     build_key: str
     """sha256 of everything that decides the image's bytes."""
 

@@ -31,6 +31,8 @@ _FORMAT_SIZED = 4
 _SPILL_REFILL = 1  # annotation kind
 _LDL, _STL = 0x983, 0x387  # low 12 bits of an instruction
 _PREEXIT, _ACQBULK = 0x82D, 0x82E  # griddepcontrol.launch_dependents and .wait
+_EXIT = 0x94D
+_LAST_WAIT = 8  # a wait with fewer instructions than these between it and the exit ends the kernel
 _ACCESS_BYTES = (1, 1, 2, 2, 4, 8, 16)
 
 
@@ -78,6 +80,9 @@ class KernelFacts:
     """The kernel releases its dependents or waits for what it depends on, as programmatic launches need."""
     instructions: int
     """SASS instructions, padding at the end included."""
+    critical_instructions: int
+    """Instructions that a chain of dependent launches cannot overlap, in the order of the code: those from the wait for
+    what the kernel depends on to its last exit; from its start where it does not wait, or only waits at its end."""
 
 
 def read_kernels(elf: ElfImage) -> tuple[KernelFacts, ...]:
@@ -168,6 +173,7 @@ def _kernel(elf: ElfImage, symbol: Symbol, totals: Mapping[int, int]) -> KernelF
         uses_smem=shared is not None and shared.size > 0,
         pdl=_count(text.data, (_PREEXIT, _ACQBULK)) > 0,
         instructions=len(text.data) // INSTRUCTION_BYTES,
+        critical_instructions=_critical_instructions(text.data),
     )
 
 
@@ -214,8 +220,19 @@ def _spill_bytes(code: bytes, annotations: bytes) -> int:
 
 
 def _count(code: bytes, opcodes: tuple[int, ...]) -> int:
-    words = (code[i] | code[i + 1] << 8 for i in range(0, len(code) - 1, INSTRUCTION_BYTES))
-    return sum(word & 0xFFF in opcodes for word in words)
+    return sum(opcode in opcodes for opcode in _opcodes(code))
+
+
+def _opcodes(code: bytes) -> Iterator[int]:
+    return ((code[i] | code[i + 1] << 8) & 0xFFF for i in range(0, len(code) - 1, INSTRUCTION_BYTES))
+
+
+def _critical_instructions(code: bytes) -> int:
+    opcodes = list(_opcodes(code))
+    end = max((i for i, opcode in enumerate(opcodes) if opcode == _EXIT), default=len(opcodes) - 1)
+    waits = [i for i, opcode in enumerate(opcodes[:end]) if opcode == _ACQBULK]
+    start = waits[0] + 1 if waits and end - waits[0] > _LAST_WAIT else 0
+    return end + 1 - start
 
 
 def _smem_bytes(section: Section | None) -> int:

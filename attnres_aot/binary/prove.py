@@ -13,6 +13,18 @@ from attnres_aot.errors import BundleError, CompileError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What an image may use at most."""
+
+    registers: int
+    """Registers per thread."""
+    smem_bytes: int
+    """Shared memory that the kernel declares, bytes per CTA."""
+    critical_instructions: int
+    """Instructions of the critical path, as `KernelFacts` counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
     """What a manifest takes from a proven binary."""
 
@@ -28,10 +40,12 @@ class ImageFacts:
     """Bytes per thread that register spills store."""
     smem_static_bytes: int
     """Shared memory that the kernel declares, bytes per CTA."""
+    critical_instructions: int
+    """Instructions that a chain of dependent launches cannot overlap."""
 
 
 def prove_image(
-    cubin: bytes, *, arch: Arch, params: tuple[Param, ...], block_threads: int, register_budget: int
+    cubin: bytes, *, arch: Arch, params: tuple[Param, ...], block_threads: int, budget: Budget
 ) -> ImageFacts:
     """Checks that a binary is the image that was asked for.
 
@@ -40,7 +54,7 @@ def prove_image(
       arch: The target it must name, suffix included.
       params: The parameter list its kernel must take.
       block_threads: Threads per CTA, in x, that its kernel must fix.
-      register_budget: Most registers per thread.
+      budget: What it may use.
 
     Returns:
       The facts of its only kernel.
@@ -60,7 +74,7 @@ def prove_image(
         problems.append(f"kernels: asked for exactly one, found {len(facts.kernels)}: {found:.400}")
     else:
         problems += launch_problems(facts.kernels[0], params=params, block_threads=block_threads)
-        problems += _resource_problems(facts.kernels[0], register_budget)
+        problems += _resource_problems(facts.kernels[0], budget)
     if problems:
         raise CompileError("the compiled image is not what was asked for: " + "; ".join(problems))
     kernel = facts.kernels[0]
@@ -71,6 +85,7 @@ def prove_image(
         stack_bytes=kernel.stack_bytes,
         spill_bytes=kernel.spill_bytes,
         smem_static_bytes=kernel.smem_static_bytes,
+        critical_instructions=kernel.critical_instructions,
     )
 
 
@@ -93,9 +108,14 @@ def launch_problems(kernel: KernelFacts, *, params: tuple[Param, ...], block_thr
         yield f"cluster: asked for one set by the launch, the binary fixes {' x '.join(map(str, kernel.cluster))}"
 
 
-def _resource_problems(kernel: KernelFacts, register_budget: int) -> Iterator[str]:
-    if kernel.registers > register_budget:
-        yield f"registers: {kernel.registers} per thread, the budget is {register_budget}"
+def _resource_problems(kernel: KernelFacts, budget: Budget) -> Iterator[str]:
+    for what, used, allowed in (
+        ("registers: {} per thread", kernel.registers, budget.registers),
+        ("shared memory: {} bytes per CTA", kernel.smem_static_bytes, budget.smem_bytes),
+        ("critical path: {} instructions", kernel.critical_instructions, budget.critical_instructions),
+    ):
+        if used > allowed:
+            yield f"{what.format(used)}, the budget is {allowed}"
     if kernel.stack_bytes or kernel.spill_bytes or kernel.local_instructions:
         yield (
             f"local memory: {kernel.stack_bytes} bytes of stack, {kernel.spill_bytes} bytes of spills, "

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.binary.prove import prove_image
-from attnres_aot.build.budgets import register_budget
+from attnres_aot.build.budgets import budget_for
 from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import BuildFacts, WantedImage
 from attnres_aot.bundle.writer import IMAGE_SUFFIX
 from attnres_aot.manifest import (
     SCHEMA,
     ArchRecord,
+    BudgetRecord,
     Choice,
     ImageRecord,
     MailboxRecord,
@@ -32,12 +33,13 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
     Raises:
       CompileError: the binary is not what was asked for; says what was asked and what was found.
     """
+    budget = budget_for(wanted.spec, wanted.launch)
     facts = prove_image(
         image.cubin,
         arch=plan.arch,
         params=KERNEL_PARAMS[wanted.kernel],
         block_threads=image.block_threads,
-        register_budget=register_budget(wanted.spec, wanted.launch),
+        budget=budget,
     )
     return ImageRecord(
         name=wanted.name,
@@ -56,6 +58,12 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
         registers=facts.registers,
         stack_bytes=facts.stack_bytes,
         spill_bytes=facts.spill_bytes,
+        critical_instructions=facts.critical_instructions,
+        budget=BudgetRecord(
+            registers=budget.registers,
+            smem_bytes=budget.smem_bytes,
+            critical_instructions=budget.critical_instructions,
+        ),
         build_key=wanted.key,
     )
 

@@ -1,11 +1,15 @@
-"""How many registers an image may use: the build fails above it.
+"""What an image may use of registers, shared memory and time: the build fails above it.
 
 An image must leave room for as many CTAs on an SM as its launch constants promise, and must not need more than images
-of its kind did when they were last looked at: a change that costs registers is to be noticed and written down here.
+of its kind did when they were last looked at: a change that costs is to be noticed and written down here. Budgets are
+recorded in the bundle, beside what each image uses.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from attnres_aot.binary.prove import Budget
 from attnres_aot.variants import STATISTICS, ConsumerSpec, ImageSpec
 
 SM_REGISTERS = 65536
@@ -14,25 +18,32 @@ ALLOCATION_UNIT = 8
 """Registers per thread are handed out in multiples of this."""
 
 
-def register_budget(spec: ImageSpec, launch: dict[str, int]) -> int:
-    """Returns the most registers per thread that the image of `spec` may use.
+def budget_for(spec: ImageSpec, launch: dict[str, int]) -> Budget:
+    """Returns what the image of `spec` may use.
 
     Args:
       spec: What is compiled.
       launch: The launch constants that it is compiled with.
     """
     threads = launch["threads"] * launch.get("min_ctas_per_sm", 1)
-    return min(_of_its_kind(spec), SM_REGISTERS // threads // ALLOCATION_UNIT * ALLOCATION_UNIT)
+    fitting = SM_REGISTERS // threads // ALLOCATION_UNIT * ALLOCATION_UNIT
+    kind = _of_its_kind(spec)
+    return replace(kind, registers=min(kind.registers, fitting))
 
 
-def _of_its_kind(spec: ImageSpec) -> int:
+def _of_its_kind(spec: ImageSpec) -> Budget:
     """The most of all images of a kind, rounded up: sm_90, sm_100, sm_103, sm_120; H 1024 to 8192; 2026-11-30."""
     if not isinstance(spec, ConsumerSpec):
-        return 88 if spec.kernel == STATISTICS else 48
-    if spec.slots > 8:
-        return 128
+        return _most(88, 1856, 176) if spec.kernel == STATISTICS else _most(48, 0, 128)
     if spec.nb is None:
-        return 96 if spec.slots > 1 else 80
+        registers, instructions = {0: (80, 384), 1: (80, 480)}.get(spec.slots, (96, 992))
+        return _most(128, 1984, 1568) if spec.slots > 8 else _most(registers, 1984, instructions)
+    if spec.slots:
+        return _most(96, 3328, 1056) if spec.slots == 1 else _most(128, 3328, 1600 if spec.slots <= 8 else 2176)
     if spec.nb == 0:
-        return 72
-    return 128 if spec.wide or spec.slots > 1 else 96
+        return _most(72, 768, 224) if spec.wide else _most(72, 1280, 192)
+    return _most(128, 2240, 432) if spec.wide else _most(96, 3328, 384)
+
+
+def _most(registers: int, smem_bytes: int, critical_instructions: int) -> Budget:
+    return Budget(registers=registers, smem_bytes=smem_bytes, critical_instructions=critical_instructions)

@@ -122,6 +122,7 @@ def _image_problems(image: ImageRecord, manifest: Manifest) -> Iterator[str]:
         ("registers", image.registers, 0, 255),
         ("stack_bytes", image.stack_bytes, 0, 1 << 20),
         ("spill_bytes", image.spill_bytes, 0, 1 << 20),
+        ("critical_instructions", image.critical_instructions, 0, MAX_IMAGE_BYTES),
     ):
         if not low <= value <= high:
             yield f"{field} is {value}; {low} to {high} is possible"

@@ -116,12 +116,18 @@ def _image_facts(record: ImageRecord, facts: CubinFacts) -> Iterator[tuple[str, 
     yield "file", f"{record.file}, {record.size:,} bytes, sha256 {record.sha256}"
     yield "symbol", record.symbol
     yield "launch", _launch(record)
-    yield "shared memory", f"{record.smem_static_bytes} bytes static, {record.smem_dynamic_bytes} dynamic"
+    budget = record.budget
+    yield (
+        "shared memory",
+        f"{record.smem_static_bytes} bytes static (budget {budget.smem_bytes}), {record.smem_dynamic_bytes} dynamic",
+    )
     yield "PDL", "allowed" if record.pdl else "not allowed"
-    yield "registers", f"{record.registers}; {record.stack_bytes} bytes of stack, {record.spill_bytes} of spills"
+    local = f"{record.stack_bytes} bytes of stack, {record.spill_bytes} of spills"
+    yield "registers", f"{record.registers} (budget {budget.registers}); {local}"
+    yield "critical path", f"{record.critical_instructions} instructions (budget {budget.critical_instructions})"
     for kernel in facts.kernels:
-        local = kernel.local_instructions
-        yield "code", f"{kernel.instructions} instructions, {local or 'none'} of them on local memory"
+        slow = kernel.local_instructions
+        yield "code", f"{kernel.instructions} instructions, {slow or 'none'} of them on local memory"
     if facts.toolkit is not None:
         yield "compiled by", f"{facts.toolkit}; {facts.options}"
     yield "build key", record.build_key

@@ -109,6 +109,7 @@ def _kernel_problems(kernel: KernelFacts, image: ImageRecord, manifest: Manifest
         ("stack_bytes", image.stack_bytes, kernel.stack_bytes),
         ("spill_bytes", image.spill_bytes, kernel.spill_bytes),
         ("smem_static_bytes", image.smem_static_bytes, kernel.smem_static_bytes),
+        ("critical_instructions", image.critical_instructions, kernel.critical_instructions),
         ("pdl", image.pdl, kernel.pdl),
     ):
         if promised != found:

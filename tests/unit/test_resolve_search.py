@@ -16,7 +16,15 @@ import pytest
 
 from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.errors import BundleError
-from attnres_aot.manifest import ArchRecord, ImageRecord, MailboxRecord, Manifest, ModelRecord, dump_manifest
+from attnres_aot.manifest import (
+    ArchRecord,
+    BudgetRecord,
+    ImageRecord,
+    MailboxRecord,
+    Manifest,
+    ModelRecord,
+    dump_manifest,
+)
 from attnres_aot.runtime import resolve
 from attnres_aot.runtime.places import search_order
 from attnres_aot.runtime.resolve import find_bundle
@@ -43,6 +51,8 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         registers=64,
         stack_bytes=0,
         spill_bytes=0,
+        critical_instructions=100,
+        budget=BudgetRecord(registers=255, smem_bytes=4096, critical_instructions=200),
         build_key="0" * 64,
     )
     manifest = Manifest(

@@ -154,7 +154,7 @@ def facts() -> BuildFacts:
     )
 
 
-def fake_proof(cubin, *, arch, params, block_threads, register_budget) -> ImageFacts:
+def fake_proof(cubin, *, arch, params, block_threads, budget) -> ImageFacts:
     assert block_threads == 128
     name = cubin.decode().split()[2] if cubin.startswith(b"CUBIN") else ""
     kernel = next((kernel for kernel in ("statistics", "publish") if f"-{kernel}" in name), "consumer")
@@ -168,6 +168,7 @@ def fake_proof(cubin, *, arch, params, block_threads, register_budget) -> ImageF
         stack_bytes=0,
         spill_bytes=0,
         smem_static_bytes=96,
+        critical_instructions=budget.critical_instructions - 1,
     )
 
 

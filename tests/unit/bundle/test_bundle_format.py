@@ -24,6 +24,7 @@ RECORDS = [
     manifest.TableRecord,
     abi.Param,
     manifest.ImageRecord,
+    manifest.BudgetRecord,
     manifest.VariantRecord,
     manifest.ProducerRecord,
     manifest.Choice,

@@ -109,6 +109,20 @@ def section_header(data: bytes, name: bytes) -> int:
     raise AssertionError(name)
 
 
+@pytest.mark.parametrize(
+    ("waits", "found"), [((), 16), ((4,), 11), ((4, 9), 11), ((6, 14), 9), ((7,), 16), ((14,), 16), ((20,), 16)]
+)
+def test_the_critical_path_is_what_follows_the_wait(cubin, waits, found):
+    """A kernel of 16 instructions, the last an exit, and padding; some instructions become waits."""
+    data = cubin("consumer", "sm_90")
+    (code,) = struct.unpack_from("<Q", data, section_header(data, b".text.consumer") + 24)
+    for wait in waits:
+        place = code + 16 * wait
+        data = patched(data, place, "<H", struct.unpack_from("<H", data, place)[0] & 0xF000 | 0x82E)
+    (kernel,) = read_cubin(data).kernels
+    assert (kernel.critical_instructions, kernel.instructions) == (found, 32)
+
+
 def replaced(data: bytes, old: bytes, new: bytes) -> bytes:
     assert old in data
     return data.replace(old, new)

@@ -97,7 +97,9 @@ def test_one_variant_in_full(bundle, capsys):
         "a mailbox of 2 slots, added to the prefix",
         "h2048-nb1-delta-ring2, for any number of rows",
         "a cluster of 2 CTAs of 128 threads per row",
-        "8; 0 bytes of stack, 0 of spills",
+        "8 (budget 128); 0 bytes of stack, 0 of spills",
+        "critical path",
+        "16 instructions (budget 1600)",
         "32 instructions, none of them on local memory",
         "release 12.9",
     ):

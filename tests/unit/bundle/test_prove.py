@@ -10,14 +10,18 @@ import pytest
 
 from attnres_aot.abi import CONSUMER_PARAMS, lay_out
 from attnres_aot.arch import Arch
-from attnres_aot.binary.prove import ImageFacts, prove_image
+from attnres_aot.binary.prove import Budget, ImageFacts, prove_image
 from attnres_aot.errors import CompileError
+
+CRITICAL = 16
+"""Instructions of the cubin's kernel up to its exit: it does not wait."""
+ROOMY = Budget(registers=32, smem_bytes=1024, critical_instructions=10_000)
 
 ASKED: dict[str, Any] = {
     "arch": Arch(10, 0),
     "params": CONSUMER_PARAMS,
     "block_threads": 128,
-    "register_budget": 8,
+    "budget": Budget(registers=8, smem_bytes=40, critical_instructions=CRITICAL),
 }
 
 
@@ -29,6 +33,7 @@ def test_an_image_that_is_what_was_asked_for(cubin):
         stack_bytes=0,
         spill_bytes=0,
         smem_static_bytes=40,
+        critical_instructions=CRITICAL,
     )
 
 
@@ -64,17 +69,31 @@ REFUSED = [
     Refused(name="block in y", kernel="bare", asked={"params": ()}, message="the binary fixes 32 x 2 x 1"),
     Refused(name="open block", kernel="bounded", asked={"params": ONE_POINTER}, message="the binary fixes none"),
     Refused(name="cluster", kernel="cluster", asked={"params": ONE_POINTER}, message="the binary fixes 7 x 1 x 1"),
-    Refused(name="registers", asked={"register_budget": 7}, message="registers: 8 per thread, the budget is 7"),
+    Refused(
+        name="registers",
+        asked={"budget": dataclasses.replace(ROOMY, registers=7)},
+        message="registers: 8 per thread, the budget is 7",
+    ),
+    Refused(
+        name="shared memory",
+        asked={"budget": dataclasses.replace(ROOMY, smem_bytes=39)},
+        message="shared memory: 40 bytes per CTA, the budget is 39",
+    ),
+    Refused(
+        name="critical path",
+        asked={"budget": dataclasses.replace(ROOMY, critical_instructions=CRITICAL - 1)},
+        message=f"critical path: {CRITICAL} instructions, the budget is {CRITICAL - 1}",
+    ),
     Refused(
         name="spills",
         kernel="spill",
-        asked={"params": ONE_POINTER, "register_budget": 32},
+        asked={"params": ONE_POINTER, "budget": ROOMY},
         message="local memory: 424 bytes of stack, 420 bytes of spills, 210 instructions that use it; allowed is none",
     ),
     Refused(
         name="stack",
         kernel="local",
-        asked={"params": ONE_POINTER, "register_budget": 32},
+        asked={"params": ONE_POINTER, "budget": ROOMY},
         message="512 bytes of stack, 0 bytes of spills, 2 instructions",
     ),
 ]

@@ -34,6 +34,10 @@ def image(**changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda raw: raw["images"][2].update(changes)
 
 
+def budget(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw["images"][2]["budget"].update(changes)
+
+
 def variant(index: int, **changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda raw: raw["variants"][index].update(changes)
 
@@ -96,6 +100,13 @@ LIES = [
     Lie(name="image registers", change=image(registers=9), message="registers: the manifest says 9, the binary 8"),
     Lie(name="image stack", change=image(stack_bytes=8), message="stack_bytes: the manifest says 8, the binary 0"),
     Lie(name="image spills", change=image(spill_bytes=8), message="spill_bytes: the manifest says 8, the binary 0"),
+    Lie(
+        name="image path",
+        change=image(critical_instructions=1),
+        message="critical_instructions: the manifest says 1, the binary",
+    ),
+    Lie(name="over budget", change=budget(smem_bytes=1), message="smem_static_bytes is 40, over its budget of 1"),
+    Lie(name="other budget", change=budget(registers=99), message="budget.registers is 99, this release's is 96"),
     Lie(name="image key", change=image(build_key="0" * 64), message="build_key is not that of its spec"),
     Lie(name="image twice", change=lambda raw: raw["images"].append(raw["images"][0]), message="occurs more than once"),
     Lie(
@@ -221,6 +232,7 @@ def test_dynamic_shared_memory_for_a_binary_without_any_is_found(make_bundle, cu
         "size": len(other),
         "registers": 32,
         "smem_static_bytes": 0,
+        "critical_instructions": 55,
         "pdl": False,
     }
     bundle.edit(image(**record))

@@ -18,6 +18,7 @@ from attnres_aot.abi import CONSUMER_PARAMS, KERNEL_PARAMS, Param
 from attnres_aot.manifest import (
     SCHEMA,
     ArchRecord,
+    BudgetRecord,
     Choice,
     ImageRecord,
     MailboxRecord,
@@ -184,6 +185,8 @@ class BundleMaker:
                     registers=64,
                     stack_bytes=0,
                     spill_bytes=0,
+                    critical_instructions=100,
+                    budget=BudgetRecord(registers=255, smem_bytes=4096, critical_instructions=200),
                     build_key=hashlib.sha256(spec_name.encode()).hexdigest(),
                 )
             )
