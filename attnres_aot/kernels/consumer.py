@@ -308,7 +308,7 @@ class Consumer:
         n = len(v)
         pairs = [(i, j) for i in range(n) for j in range(i)]
         sums = [dot(a, a) for a in v] + [dot(a, w) for a in v] + [dot(v[i], v[j]) for i, j in pairs]
-        self.sums.send(exchanges[1], sums + [None] * (exchanges[1][0] - len(sums)))
+        self.sums.send(exchanges[1], sums + [None] * (exchanges[1].count - len(sums)))
         weight = meanwhile()
         sums = self.sums.receive(exchanges[1], len(sums))
         squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]

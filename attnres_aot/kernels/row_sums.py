@@ -16,6 +16,8 @@ none exits while a peer still writes to its memory: an exchange is entered by al
 was declared need not be used.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
@@ -31,13 +33,29 @@ PEERS = WARP // PACKET
 """Lanes that add up the same line, each for a CTA of its own: most CTAs of a cluster."""
 
 
-class RowSums:
-    """The exchanges of one kernel, by their numbers of values: 0 (unused), 1 or a power of two from PACKET to WARP.
+class Exchange(NamedTuple):
+    """What a thread knows of one exchange; places are addresses in this CTA's shared memory."""
 
-    `open` returns a handle for each: (values, lines, place of this thread's part, CTA sums, mbarrier, rank, room of this
-    warp, way to a peer). All but the first and the rank are addresses in shared memory; the way is what lane i adds to them
-    to reach CTA i % 8.
-    """
+    count: int
+    """Values."""
+    lines: Int32
+    """The first line of partial sums."""
+    mine: Int32
+    """Where this thread leaves its part."""
+    received: Int32
+    """The sums that the CTAs send here."""
+    barrier: Int32
+    """The mbarrier."""
+    rank: Int32
+    """This CTA's number in the cluster."""
+    room: Int32
+    """Room of this warp's own."""
+    away: Int32
+    """What this lane, i, adds to a place to reach the same in CTA i % PEERS."""
+
+
+class RowSums:
+    """The exchanges of one kernel, by their numbers of values: 0 (unused), 1 or a power of two from PACKET to WARP."""
 
     def __init__(self, cluster, threads, counts):
         """Fixes the constants.
@@ -75,7 +93,7 @@ class RowSums:
             parts = base + 4 * sum(sizes[:i])
             received = parts + 4 * self._lines(count) * self._stride(count)
             mine = parts + 4 * self._place(count, tid) if const_expr(count > 0) else parts
-            exchanges.append((count, parts, mine, received, base + bars + 8 * i, rank, room, away))
+            exchanges.append(Exchange(count, parts, mine, received, base + bars + 8 * i, rank, room, away))
         return exchanges
 
     def _place(self, count, tid):
@@ -110,67 +128,67 @@ class RowSums:
 
     def receive(self, exchange, wanted):
         """Waits for what the row's CTAs have sent; returns the row's sums of the first `wanted` values."""
-        count, _, _, received, barrier, _, room, _ = exchange
-        ptx.mbarrier_wait(barrier)
+        count = exchange.count
+        ptx.mbarrier_wait(exchange.barrier)
         if count > PACKET:
-            return bounce(room, cute.arch.lane_idx() % count, self._sum_column(exchange), wanted)
-        vecs = [ptx.ld_shared_vec(received + sender * 16) for sender in range(self.cluster)]
+            return bounce(exchange.room, cute.arch.lane_idx() % count, self._sum_column(exchange), wanted)
+        vecs = [ptx.ld_shared_vec(exchange.received + sender * 16) for sender in range(self.cluster)]
         if count == 1:
             return [tree_sum([part for vec in vecs for part in vec])]
         return [tree_sum(list(column)) for column in zip(*vecs, strict=True)][:wanted]
 
     def leave_early(self, exchange, value):
         """Leaves `value`, the last that the exchange sums, before the others are known; `send` gets None in its place."""
-        share = WARP // exchange[0]
+        share = WARP // exchange.count
         offset = WARP // 2
         while offset >= share:
             value = value + cute.arch.shuffle_sync_bfly(value, offset)
             offset //= 2
-        ptx.st_shared_where(exchange[2], value, Int32(cute.arch.lane_idx() >= WARP - share))
+        ptx.st_shared_where(exchange.mine, value, Int32(cute.arch.lane_idx() >= WARP - share))
 
     def _leave(self, exchange, values, last_is_left=False):
         """Adds `values` over lanes until each holds one, and leaves the parts for the CTA."""
         mine = _reduce_scatter(values, cute.arch.lane_idx())
         if last_is_left:
-            ptx.st_shared_where(exchange[2], mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange[0]))
+            ptx.st_shared_where(exchange.mine, mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange.count))
         else:
-            ptx.st_shared(exchange[2], mine)
+            ptx.st_shared(exchange.mine, mine)
 
     def logits(self, exchange, sources, w, inv_hidden, eps):
         """Returns (v . w) * rsqrt(v . v * inv_hidden + eps) of each source v, alike in all threads, by one exchange.
 
         The exchange has twice the number of sources, each half padded to a power of two.
         """
-        half, barrier, room = exchange[0] // 2, exchange[4], exchange[6]
+        half = exchange.count // 2
         pads = [None] * (half - len(sources))
         values = [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads
         self._leave(exchange, values)
         cute.arch.cluster_wait()
         self._dispatch(exchange)
-        ptx.mbarrier_wait(barrier)
+        ptx.mbarrier_wait(exchange.barrier)
         mine = self._sum_column(exchange)
         lane = cute.arch.lane_idx()
         other = cute.arch.shuffle_sync_bfly(mine, half)
         is_square = (lane & half) == 0
         vv, vw = select(is_square, mine, other), select(is_square, other, mine)
-        return bounce(room, lane % half, vw * ptx.rsqrt(vv * inv_hidden + eps), len(sources))
+        return bounce(exchange.room, lane % half, vw * ptx.rsqrt(vv * inv_hidden + eps), len(sources))
 
     def _sum_column(self, exchange):
         """Returns, in lane i, the row's sum of values[i % count], once all have arrived."""
-        count, received = exchange[0], exchange[3]
-        column = received + (cute.arch.lane_idx() % count) * 4
+        count = exchange.count
+        column = exchange.received + (cute.arch.lane_idx() % count) * 4
         return tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])
 
     def _dispatch(self, exchange):
         """Adds what the threads of this CTA have left and sends it to the cluster."""
-        count, parts, _, received, barrier, rank, _, away = exchange
-        lines, stride = self._lines(count), self._stride(count)
+        lines, stride = self._lines(exchange.count), self._stride(exchange.count)
         cute.arch.sync_threads()
         for begin in range(0, lines, self.warps * PACKET):
             first = begin + cute.arch.warp_idx() * PACKET
             line = first + cute.arch.lane_idx() // PEERS
-            to = received + (rank * lines + line) * 4
-            self._send(first < lines, parts + line * stride * 4, to + away, barrier + away, self.threads // lines)
+            mine, place = first < lines, exchange.received + (exchange.rank * lines + line) * 4
+            parts, to = exchange.lines + line * stride * 4, place + exchange.away
+            self._send(mine, parts, to, exchange.barrier + exchange.away, self.threads // lines)
 
     @cute.jit
     def _send(self, mine: Boolean, parts: Int32, there: Int32, barrier: Int32, length: cutlass.Constexpr):
