@@ -71,7 +71,7 @@ class TableRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRecord:
-    """What an image was allowed to use when it was built."""
+    """What the build allowed an image to use."""
 
     registers: int
     """Registers per thread."""

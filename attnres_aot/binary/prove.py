@@ -10,18 +10,7 @@ from attnres_aot.arch import Arch
 from attnres_aot.binary.cubin import read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
 from attnres_aot.errors import BundleError, CompileError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What an image may use at most."""
-
-    registers: int
-    """Registers per thread."""
-    smem_bytes: int
-    """Shared memory that the kernel declares, bytes per CTA."""
-    critical_instructions: int
-    """Instructions of the critical path, as `KernelFacts` counts them."""
+from attnres_aot.manifest import BudgetRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +34,7 @@ class ImageFacts:
 
 
 def prove_image(
-    cubin: bytes, *, arch: Arch, params: tuple[Param, ...], block_threads: int, budget: Budget
+    cubin: bytes, *, arch: Arch, params: tuple[Param, ...], block_threads: int, budget: BudgetRecord
 ) -> ImageFacts:
     """Checks that a binary is the image that was asked for.
 
@@ -108,7 +97,7 @@ def launch_problems(kernel: KernelFacts, *, params: tuple[Param, ...], block_thr
         yield f"cluster: asked for one set by the launch, the binary fixes {' x '.join(map(str, kernel.cluster))}"
 
 
-def _resource_problems(kernel: KernelFacts, budget: Budget) -> Iterator[str]:
+def _resource_problems(kernel: KernelFacts, budget: BudgetRecord) -> Iterator[str]:
     for what, used, allowed in (
         ("registers: {} per thread", kernel.registers, budget.registers),
         ("shared memory: {} bytes per CTA", kernel.smem_static_bytes, budget.smem_bytes),

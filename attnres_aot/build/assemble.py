@@ -14,7 +14,6 @@ from attnres_aot.bundle.writer import IMAGE_SUFFIX
 from attnres_aot.manifest import (
     SCHEMA,
     ArchRecord,
-    BudgetRecord,
     Choice,
     ImageRecord,
     MailboxRecord,
@@ -59,11 +58,7 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
         stack_bytes=facts.stack_bytes,
         spill_bytes=facts.spill_bytes,
         critical_instructions=facts.critical_instructions,
-        budget=BudgetRecord(
-            registers=budget.registers,
-            smem_bytes=budget.smem_bytes,
-            critical_instructions=budget.critical_instructions,
-        ),
+        budget=budget,
         build_key=wanted.key,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnres_aot.binary.prove import Budget
+from attnres_aot.manifest import BudgetRecord
 from attnres_aot.variants import STATISTICS, ConsumerSpec, ImageSpec
 
 SM_REGISTERS = 65536
@@ -18,7 +18,7 @@ ALLOCATION_UNIT = 8
 """Registers per thread are handed out in multiples of this."""
 
 
-def budget_for(spec: ImageSpec, launch: dict[str, int]) -> Budget:
+def budget_for(spec: ImageSpec, launch: dict[str, int]) -> BudgetRecord:
     """Returns what the image of `spec` may use.
 
     Args:
@@ -31,7 +31,7 @@ def budget_for(spec: ImageSpec, launch: dict[str, int]) -> Budget:
     return replace(kind, registers=min(kind.registers, fitting))
 
 
-def _of_its_kind(spec: ImageSpec) -> Budget:
+def _of_its_kind(spec: ImageSpec) -> BudgetRecord:
     """The most of all images of a kind, rounded up: sm_90, sm_100, sm_103, sm_120; H 1024 to 8192; 2026-11-30."""
     if not isinstance(spec, ConsumerSpec):
         return _most(88, 1856, 176) if spec.kernel == STATISTICS else _most(48, 0, 128)
@@ -45,5 +45,5 @@ def _of_its_kind(spec: ImageSpec) -> Budget:
     return _most(128, 2240, 432) if spec.wide else _most(96, 3328, 384)
 
 
-def _most(registers: int, smem_bytes: int, critical_instructions: int) -> Budget:
-    return Budget(registers=registers, smem_bytes=smem_bytes, critical_instructions=critical_instructions)
+def _most(registers: int, smem_bytes: int, critical_instructions: int) -> BudgetRecord:
+    return BudgetRecord(registers=registers, smem_bytes=smem_bytes, critical_instructions=critical_instructions)

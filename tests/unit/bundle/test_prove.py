@@ -10,18 +10,19 @@ import pytest
 
 from attnres_aot.abi import CONSUMER_PARAMS, lay_out
 from attnres_aot.arch import Arch
-from attnres_aot.binary.prove import Budget, ImageFacts, prove_image
+from attnres_aot.binary.prove import ImageFacts, prove_image
 from attnres_aot.errors import CompileError
+from attnres_aot.manifest import BudgetRecord
 
 CRITICAL = 16
 """Instructions of the cubin's kernel up to its exit: it does not wait."""
-ROOMY = Budget(registers=32, smem_bytes=1024, critical_instructions=10_000)
+ROOMY = BudgetRecord(registers=32, smem_bytes=1024, critical_instructions=10_000)
 
 ASKED: dict[str, Any] = {
     "arch": Arch(10, 0),
     "params": CONSUMER_PARAMS,
     "block_threads": 128,
-    "budget": Budget(registers=8, smem_bytes=40, critical_instructions=CRITICAL),
+    "budget": BudgetRecord(registers=8, smem_bytes=40, critical_instructions=CRITICAL),
 }
 
 
