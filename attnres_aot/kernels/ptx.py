@@ -222,21 +222,18 @@ def peer_offset(address, rank, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_async(address, barrier, values, enabled, *, loc=None, ip=None):
-    """Where `enabled` is nonzero, stores 1 or 4 fp32 in the shared memory of a CTA of the cluster.
+def st_async(address, barrier, value, enabled, *, loc=None, ip=None):
+    """Where `enabled` is nonzero, stores one fp32 in the shared memory of a CTA of the cluster.
 
     `address` and `barrier` are `shared::cluster` addresses in that CTA, on whose barrier the store counts its bytes.
-    Four values need a 16-byte aligned address.
     """
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, enabled)]
-    operands += [llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in values]
-    names = ", ".join(f"${3 + i}" for i in range(len(values)))
-    form, payload = ("v4.b32", f"{{{names}}}") if len(values) == 4 else ("b32", names)
+    operands.append(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
     text = (
         "{ .reg .pred on; setp.ne.s32 on, $2, 0;"
-        f" @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{form} [$0], {payload}, [$1]; }}"
+        " @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $3, [$1]; }"
     )
-    _asm(None, operands, text, "r,r,r" + ",r" * len(values), volatile=True, loc=loc, ip=ip)
+    _asm(None, operands, text, "r,r,r,r", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

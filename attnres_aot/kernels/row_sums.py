@@ -195,7 +195,7 @@ class RowSums:
         """In the warps that `mine` names, each lane adds its line of partial sums and sends it to its peer."""
         if mine:
             total = _sum_line(parts, length)
-            ptx.st_async(there, barrier, [total], Int32(cute.arch.lane_idx() % PEERS < self.cluster))
+            ptx.st_async(there, barrier, total, Int32(cute.arch.lane_idx() % PEERS < self.cluster))
 
 
 def _sum_line(address, length):

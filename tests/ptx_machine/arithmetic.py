@@ -140,7 +140,6 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "mad.lo.s64": lambda a, b, c: a * b + c,
     "and.b32": torch.bitwise_and,
     "or.b32": torch.bitwise_or,
-    "or.b64": torch.bitwise_or,
     "and.pred": torch.logical_and,
     "or.pred": torch.logical_or,
     "shl.b32": lambda a, n: a << _shift(n, 32),
@@ -169,7 +168,6 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "cvt.rn.bf16x2.f32": pack_bf16,
     "add.rn.bf16x2": add_bf16,
     "abs.f32": lambda a: a & 0x7FFFFFFF,
-    "neg.f32": lambda a: a ^ -0x80000000,
     **approximations(),
 }
 """Opcode -> its result from its operands."""

@@ -191,7 +191,6 @@ EFFECTS: dict[str, Effect] = {
     "st.shared.f32": _store_shared,
     "mapa.shared::cluster.u32": _map_peer,
     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32": _store_async,
-    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32": _store_async,
     "mbarrier.init.shared::cta.b64": _init_mbarrier,
     "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cta.b64": _expect,
     TRY_WAIT: _try_wait,
