@@ -70,12 +70,8 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
 
 
 def _order(spec: ImageSpec) -> dict[str, int]:
-    """When a consumer stores the prefix and first looks at its mailbox; what is faster on an H200, 2026-11-30."""
-    if not isinstance(spec, ConsumerSpec):
-        return {}
-    late_stores = not spec.wide and (spec.slots > 0 or spec.nb is not None)
-    early_look = 1 < spec.slots <= 8 and (spec.nb or 0) > 5  # more slots would not fit the registers
-    return {"late_stores": int(late_stores), "early_look": int(early_look)}
+    """Whether a consumer has the registers to load early; more than 8 slots or two vectors per thread leave none."""
+    return {"early_loads": int(not spec.wide and spec.slots <= 8)} if isinstance(spec, ConsumerSpec) else {}
 
 
 def _min_ctas_per_sm(spec: ImageSpec) -> int:
@@ -83,7 +79,7 @@ def _min_ctas_per_sm(spec: ImageSpec) -> int:
     if isinstance(spec, ConsumerSpec):
         if spec.wide:
             return 8
-        return 4 if spec.slots > 1 else 5
+        return 4 if spec.slots else 5
     return 5 if isinstance(spec, StatisticsSpec) else 8
 
 
@@ -140,8 +136,7 @@ def _kernel(spec: ImageSpec, shape: dict[str, int]) -> Any:
         has_delta=spec.has_delta,
         final=spec.final,
         slots=spec.slots,
-        late_stores=bool(shape["late_stores"]),
-        early_look=bool(shape["early_look"]),
+        early_loads=bool(shape["early_loads"]),
         **common,
     )
 

@@ -32,6 +32,9 @@ _SPILL_REFILL = 1  # annotation kind
 _LDL, _STL = 0x983, 0x387  # low 12 bits of an instruction
 _PREEXIT, _ACQBULK = 0x82D, 0x82E  # griddepcontrol.launch_dependents and .wait
 _EXIT = 0x94D
+_YIELD = 0x946  # in a loop that the threads of a warp leave one by one
+_WARPSYNC, _SHFL = (0x348, 0x948), (0x389, 0x589, 0x989, 0xF89)
+_BRA, _DIV = 0x947, 1 << 91  # with this bit it is BRA.DIV, which leaves for a WARPSYNC unless the warp is whole
 _LAST_WAIT = 8  # a wait with fewer instructions than these between it and the exit ends the kernel
 _ACCESS_BYTES = (1, 1, 2, 2, 4, 8, 16)
 
@@ -82,7 +85,11 @@ class KernelFacts:
     """SASS instructions, padding at the end included."""
     critical_instructions: int
     """Instructions that a chain of dependent launches cannot overlap, in the order of the code: those from the wait for
-    what the kernel depends on to its last exit; from its start where it does not wait, or only waits at its end."""
+    what the kernel depends on to the next exit, which rare cases follow; from its start where it does not wait, or only
+    waits at its end."""
+    split_shuffles: int
+    """Shuffles that a warp may come to in parts, in the order of the code: after a loop that its threads leave one by
+    one, with neither WARPSYNC nor BRA.DIV between. ptxas has been seen to take such a warp for whole."""
 
 
 def read_kernels(elf: ElfImage) -> tuple[KernelFacts, ...]:
@@ -174,6 +181,7 @@ def _kernel(elf: ElfImage, symbol: Symbol, totals: Mapping[int, int]) -> KernelF
         pdl=_count(text.data, (_PREEXIT, _ACQBULK)) > 0,
         instructions=len(text.data) // INSTRUCTION_BYTES,
         critical_instructions=_critical_instructions(text.data),
+        split_shuffles=_split_shuffles(text.data),
     )
 
 
@@ -229,10 +237,22 @@ def _opcodes(code: bytes) -> Iterator[int]:
 
 def _critical_instructions(code: bytes) -> int:
     opcodes = list(_opcodes(code))
-    end = max((i for i, opcode in enumerate(opcodes) if opcode == _EXIT), default=len(opcodes) - 1)
-    waits = [i for i, opcode in enumerate(opcodes[:end]) if opcode == _ACQBULK]
-    start = waits[0] + 1 if waits and end - waits[0] > _LAST_WAIT else 0
-    return end + 1 - start
+    exits = [i for i, opcode in enumerate(opcodes) if opcode == _EXIT] or [len(opcodes) - 1]
+    waits = [i for i, opcode in enumerate(opcodes[: exits[-1]]) if opcode == _ACQBULK]
+    start = waits[0] + 1 if waits and exits[-1] - waits[0] > _LAST_WAIT else 0
+    return next(i for i in exits if i >= start) + 1 - start
+
+
+def _split_shuffles(code: bytes) -> int:
+    whole, found = True, 0
+    for index, opcode in enumerate(_opcodes(code)):
+        if opcode == _YIELD:
+            whole = False
+        elif opcode in _WARPSYNC or (opcode == _BRA and _instruction(code, INSTRUCTION_BYTES * index) & _DIV):
+            whole = True
+        elif opcode in _SHFL and not whole:
+            found += 1
+    return found
 
 
 def _smem_bytes(section: Section | None) -> int:

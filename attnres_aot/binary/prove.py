@@ -64,6 +64,7 @@ def prove_image(
     else:
         problems += launch_problems(facts.kernels[0], params=params, block_threads=block_threads)
         problems += _resource_problems(facts.kernels[0], budget)
+        problems += convergence_problems(facts.kernels[0])
     if problems:
         raise CompileError("the compiled image is not what was asked for: " + "; ".join(problems))
     kernel = facts.kernels[0]
@@ -95,6 +96,15 @@ def launch_problems(kernel: KernelFacts, *, params: tuple[Param, ...], block_thr
         yield f"threads per CTA: asked {block_threads} x 1 x 1, the binary fixes {block}"
     if kernel.cluster is not None:
         yield f"cluster: asked for one set by the launch, the binary fixes {' x '.join(map(str, kernel.cluster))}"
+
+
+def convergence_problems(kernel: KernelFacts) -> Iterator[str]:
+    """Yields what may go wrong because the threads of a warp are not together, one line each."""
+    if kernel.split_shuffles:
+        yield (
+            f"convergence: {kernel.split_shuffles} shuffles after a loop that the threads of a warp leave one by one, "
+            "with neither WARPSYNC nor BRA.DIV between; allowed is none"
+        )
 
 
 def _resource_problems(kernel: KernelFacts, budget: BudgetRecord) -> Iterator[str]:

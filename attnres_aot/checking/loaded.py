@@ -70,7 +70,7 @@ class LoadedConsumer:
           case: which variant, and with what epsilons.
           views: operands of the launch.
           pdl: launch with programmatic stream serialization.
-          spin_budget: polls of one fragment before a ring kernel gives up; 0 waits for ever.
+          spin_budget: polls for its rows before a ring kernel gives up; 0 waits for ever.
         """
         variant = case.variant
         weights = (views.norm, views.query, views.out_norm)

@@ -9,8 +9,9 @@ Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and 
     mix     = A M + B P
     out     = bf16(mix * rsqrt(mix . mix / H + out_eps) * out_norm)
 
-M is normalised, so no intermediate exceeds the largest source. A and B need not be: with A + B = s, the kernel takes
-any s from 1/16 to 1 and puts out_eps * s^2 in the place of out_eps, which spares a division. Two orders of the same work:
+The shares of a mixture add up to at most 1, so no intermediate exceeds the largest source. They need not add up to 1: with
+a sum s from 1/16 to 1, s times the mixture and out_eps * s^2 in the place of out_eps give the same output, which spares
+divisions. Two orders of the same work:
 
 split   For an ordinary source, and for many blocks. What depends on the saved blocks alone (m, l, M) is computed before
         the delta is needed, with an exchange of 2 nb sums. One exchange of four sums remains after it, because
@@ -19,7 +20,8 @@ gram    For a mailbox and few blocks: all products of all sources in one exchang
         mix . mix = sum_st p_s p_t (v_s . v_t).
 
 Where the sum for mix . mix cancels (below CANCEL of its positive terms) its rounding error would show, and the cluster
-agrees, from identical bits, to sum the squares of mix itself. `final` always does, since it rounds mix to bf16 first.
+agrees, from identical bits, to sum the squares of mix itself and to store the output once more: the store before it is
+what everybody else waits for. `final` always sums them, since it rounds mix to bf16 first.
 
 | operand  | shape                | type | strides             | align | access |
 |----------|----------------------|------|---------------------|-------|--------|
@@ -41,23 +43,26 @@ entered by the whole cluster or not at all.
 Dependents are released at entry, so that their work before the delta overlaps. A kernel that has little (no blocks, or
 statistics) releases them when that is done, which keeps the grids that follow from crowding it.
 
-In a chain of dependent launches what follows the wait is the critical path, so as much as possible is done before it: the
-delta's address is translated (a prefetch), the cluster barrier is passed, M . M is added up and left in shared memory,
-which also keeps the compiler from putting M off. `late_stores` then store the updated prefix while the last exchange's
-sums travel; where the GPU is full, stores that start early are worth more. With a mailbox nothing is waited for, the
-whole kernel is the critical path, and its loads come before everything else.
+In a chain of dependent launches what follows the wait is the critical path, so as much as possible is done before it, or
+while the last exchange's sums travel: the delta's address is translated (a prefetch), the cluster barrier is passed, M . M
+is added up and left in shared memory, which also keeps the compiler from putting M off, and the updated prefix is stored
+when the sums are under way, to addresses that are worked out then. With a mailbox nothing is waited for and the whole
+kernel is the critical path. There the cluster barrier is passed while the loads are under way, and all mailbox vectors are
+looked at together: in the common case all are full, and one branch says so.
 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
 
 from functools import partial
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.row_sums import RowSums, bounce, padded
 from attnres_aot.kernels.vectors import (
+    LOG2_E,
     VEC,
     add_bf16,
     col_address,
@@ -68,6 +73,7 @@ from attnres_aot.kernels.vectors import (
     round_bf16,
     select,
     softmax,
+    tree,
     tree_sum,
     unpack,
     unpack_all,
@@ -78,8 +84,10 @@ ARMED = -0x80000000
 """An empty mailbox word (0x80000000), as the signed integer that the compiler compares."""
 GRAM_BLOCKS = 5
 """Most saved blocks whose dot products go in one exchange: those of 6 sources are 27, and a warp has 32 lanes."""
-SPARE = 3.0
-"""Halvings of the shares of all sources together, so that they add up to no more than 1."""
+TOGETHER = 8
+"""Most mailbox slots that are polled together, or half as many if there are more: they would not fit the registers."""
+SPARE = 4.0
+"""Halvings of all shares, so that those of 9 sources add up to no more than 1; even, so that the largest share is exact."""
 CANCEL = 2.0**-6
 """Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
 roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
@@ -88,9 +96,7 @@ roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well insi
 class Consumer:
     """Compiles to one image; the constructor's arguments are everything the code depends on."""
 
-    def __init__(
-        self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm, late_stores, early_look
-    ):
+    def __init__(self, hidden, nb, has_delta, final, slots, cluster, threads, vectors, min_ctas_per_sm, early_loads):
         """Fixes the code's constants.
 
         Args:
@@ -103,10 +109,9 @@ class Consumer:
           threads: threads per CTA, a multiple of 32.
           vectors: 16-byte vectors per thread.
           min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
-          late_stores: store the updated prefix after the last exchange's sums are sent.
-          early_look: load the mailbox before the exchange of the saved blocks' sums.
+          early_loads: load what is needed besides the blocks while the sums of the blocks travel, not after that.
         """
-        self.late_stores, self.early_look = late_stores, early_look
+        self.early_loads = early_loads
         self.stats = nb is None
         self.nb = 0 if nb is None else nb
         self.has_delta, self.final, self.slots = has_delta, final, slots
@@ -229,28 +234,32 @@ class Consumer:
         row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
         exchanges = None if self.slots else self.sums.open(tid, rank)
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
-        vw = [(ptx.ld_vec_const(col_address(norm, c)), ptx.ld_vec_const(col_address(query, c))) for c in cols]
+        vw = zip(_load_weight(norm, cols), _load_weight(query, cols), strict=True)
         blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
         vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
         look = partial(self._look, source, row, cols, source_row_stride, source_slot_stride)
-        looked = look() if self.early_look else None
+        looked, m, l, mean = None, Float32(0.0), Float32(1.0), None
         if const_expr(self.slots and self.split):
-            exchanges = self.sums.open(tid, rank)
-        m, l, mean = Float32(0.0), Float32(1.0), None
+            exchanges = self._open_and_wait(tid, rank)
         if const_expr(self.split):
-            m, l, mean = self._mix_blocks(exchanges, vb, w, eps)
-        prefix_at = [vec_address(prefix, row, prefix_row_stride, col) for col in cols]
-        vp = [ptx.ld_vec(address) for address in prefix_at] if self.has_delta else None
-        vo = [ptx.ld_vec_const(col_address(out_norm, col)) for col in cols]
-        if const_expr(self.slots and not self.early_look):
+            self.sums.send_products(exchanges[0], [unpack_all(vecs) for vecs in vb], w, not self.slots)
+        if const_expr(self.split and not self.early_loads):
+            m, l, mean = self._mix_blocks(exchanges, vb, eps)
+        vp = [ptx.ld_vec(vec_address(prefix, row, prefix_row_stride, c)) for c in cols] if self.has_delta else None
+        vo = None
+        if const_expr(self.early_loads or not self.slots):
+            vo = _load_weight(out_norm, cols)
+        if const_expr(self.slots):
             looked = look()
+        if const_expr(self.split and self.early_loads):
+            m, l, mean = self._mix_blocks(exchanges, vb, eps)
         if const_expr(not self.slots):
             for i in range_constexpr(self.vectors):
                 ptx.prefetch(vec_address(source, row, source_row_stride, cols[i]))
         if const_expr(self.slots and not self.split):
-            exchanges = self.sums.open(tid, rank)
+            exchanges = self._open_and_wait(tid, rank)
         if const_expr(self.nb == 0 and not self.slots):
             cute.arch.cluster_wait()
         if const_expr(self.nb == 0):
@@ -264,52 +273,56 @@ class Consumer:
             looked = look()
         vd = self._take(looked, row, cols, source_slot_stride, fault, fault_tag, spin_budget)
         vx = add_bf16(vp, vd) if self.has_delta else vd
-        blocks_at = [address + block_bytes * write for address in blocks_from]
-        aux_at = [vec_address(aux, row, aux_row_stride, col) for col in cols]
-        store = partial(self._store_prefix, vx, prefix_at, blocks_at, write >= 0, aux_at, aux.toint() != 0)
-        if const_expr(not self.late_stores):
-            store()
-
-        meanwhile = partial(self._meanwhile, store, vo)
+        if const_expr(vo is None):
+            vo = _load_weight(out_norm, cols)
+        written = (
+            (prefix, prefix_row_stride, Int64(0)),
+            (blocks, blocks_row_stride, block_bytes * write),
+            (aux, aux_row_stride, Int64(0)),
+            (out, out_row_stride, Int64(0)),
+        )
+        meanwhile = partial(self._meanwhile, vx, vo, written, row, cols, write >= 0, aux.toint() != 0)
         x = unpack_all(vx)
         if const_expr(self.gram):
-            y = self._mix_all(exchanges, vb, x, w, eps, out_eps, meanwhile)
+            self._mix_all(exchanges, vb, x, w, eps, out_eps, meanwhile)
         else:
-            y = self._fold(exchanges, x, w, m, l, mean, eps, out_eps, meanwhile)
-        for i in range_constexpr(self.vectors):
-            ptx.st_vec(vec_address(out, row, out_row_stride, cols[i]), pack(y[i * VEC : (i + 1) * VEC]))
+            self._fold(exchanges, x, w, m, l, mean, eps, out_eps, meanwhile)
         if const_expr(self.slots and not self.stats):
             # Later launches wait for this grid alone, so it must not finish before the grid that it follows.
             cute.arch.griddepcontrol_wait()
 
-    def _mix_blocks(self, exchanges, vb, w, eps):
-        """Returns (m, l, M) over the saved blocks: logits by one exchange, softmax in every thread, M per element."""
-        logits = self.sums.logits(exchanges[0], [unpack_all(vecs) for vecs in vb], w, self.inv_hidden, eps)
-        m, e, l = softmax(logits)
-        scale = ptx.reciprocal(l)
-        mean = combine([p * scale for p in e], [unpack_all(vecs, launder=True) for vecs in vb])
+    def _open_and_wait(self, tid, rank):
+        """Opens the exchanges when loads are under way, in whose shadow the CTAs of a row wait for one another."""
+        exchanges = self.sums.open(tid, rank)
+        cute.arch.cluster_wait()
+        return exchanges
+
+    def _mix_blocks(self, exchanges, vb, eps):
+        """Returns (m, l, M) over the saved blocks, l and M by 2**SPARE too small: softmax in every thread, M per element."""
+        logits = self.sums.receive_logits(exchanges[0], self.nb, self.inv_hidden, eps)
+        m, e, l = softmax(logits, partial(quick_exp, halvings=SPARE))
+        mean = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])
         if not self.slots:
             self.sums.leave_early(exchanges[1], dot(mean, mean))
         return m, l, mean
 
     def _mix_all(self, exchanges, vb, x, w, eps, out_eps, meanwhile):
-        """Returns the output over the saved blocks and the updated prefix `x`, by one exchange of all sums.
+        """Stores the output over the saved blocks and the updated prefix `x`, by one exchange of all sums.
 
-        `meanwhile` is called while they travel and returns the output norm's weight.
+        `meanwhile` is called while they travel and returns the output norm's weight and the output's addresses.
         """
-        if self.slots or self.nb > 0:
-            cute.arch.cluster_wait()
         if self.nb == 0:
             self.sums.send(exchanges[1], [dot(x, x)])
-            weight = meanwhile()
+            weight, out_at = meanwhile()
             (square,) = self.sums.receive(exchanges[1], 1)
-            return _scale(x, self._inv_rms(square, out_eps), weight)
+            _store(out_at, x, self._inv_rms(square, out_eps), weight)
+            return
         v = [*(unpack_all(vecs) for vecs in vb), x]
         n = len(v)
         pairs = [(i, j) for i in range(n) for j in range(i)]
         sums = [dot(a, a) for a in v] + [dot(a, w) for a in v] + [dot(v[i], v[j]) for i, j in pairs]
         self.sums.send(exchanges[1], sums + [None] * (exchanges[1].count - len(sums)))
-        weight = meanwhile()
+        weight, out_at = meanwhile()
         sums = self.sums.receive(exchanges[1], len(sums))
         squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
         logits = [vw * ptx.rsqrt(vv * self.inv_hidden + eps) for vv, vw in zip(squares, dots, strict=True)]
@@ -317,127 +330,188 @@ class Consumer:
         mix = combine(p, [*(unpack_all(vecs, launder=True) for vecs in vb), x])
         terms = tree_sum([a * a * sq for a, sq in zip(p, squares, strict=True)])
         twice = tree_sum([p[i] * p[j] * cross for (i, j), cross in zip(pairs, crosses, strict=False)])
-        return self._norm(exchanges[2], mix, s, terms, terms + 2.0 * twice, weight, out_eps)
+        square = (terms + 2.0 * twice) * self.inv_hidden + out_eps * (s * s)
+        cancelled = square < terms * (CANCEL * self.inv_hidden)
+        self._finish(exchanges[2], mix, s, square, cancelled, weight, out_eps, out_at)
 
     def _load_statistics(self, mixture, scal, row, cols):
-        """Returns (m, l, M) from the caller's statistics: mixture is un-normalised."""
+        """Returns (m, l, M), as `_mix_blocks` does, from the caller's statistics."""
         m, l = ptx.ld_scalar_pair(scal.toint() + Int64(row) * 8)
-        scale = ptx.reciprocal(l)
-        mean = []
+        words = []
         for col in cols:
             address = mixture.toint() + (Int64(row) * self.row_vecs + Int64(col)) * 32
-            words = ptx.ld_vec(address) + ptx.ld_vec(address + 16)
-            mean += [ptx.bits_to_f32(word) * scale for word in words]
-        return m, l, mean
+            words += ptx.ld_vec(address) + ptx.ld_vec(address + 16)
+        return m, l * 2.0**-SPARE, [ptx.bits_to_f32(word) * 2.0**-SPARE for word in words]
 
     def _look(self, source, row, cols, row_stride, slot_stride):
-        """Returns the delta row's vectors by slot and the addresses of the first slot's; a mailbox may not be full yet."""
-        addresses = [vec_address(source, row, row_stride, col) for col in cols]
+        """Returns the delta row's vectors, slot by slot, and the addresses of the first slot's; a mailbox may not be full."""
+        at = [vec_address(source, row, row_stride, col) for col in cols]
         if not self.slots:
-            return [[ptx.ld_vec(address) for address in addresses]], addresses
+            return [ptx.ld_vec(address) for address in at], at
+        return [ptx.ld_vec_mailbox(address) for address in self._in_slots(at, slot_stride)], at
+
+    def _in_slots(self, at, slot_stride):
+        """The addresses of vectors in all slots, slot by slot, from those in the first."""
         step = Int64(slot_stride) * 16
-        frags = [[ptx.ld_vec_mailbox(address + step * slot) for address in addresses] for slot in range(self.slots)]
-        return frags, addresses
+        return [address + step * slot if slot else address for slot in range(self.slots) for address in at]
 
     def _take(self, looked, row, cols, slot_stride, fault, fault_tag, spin_budget):
         """Returns the delta row's vectors from what `_look` returned; a mailbox is polled until it is full, and re-armed."""
-        frags, addresses = looked
+        vecs, at = looked
         if not self.slots:
-            return frags[0]
-        step, totals = Int64(ptx.launder(slot_stride)) * 16, [None] * self.vectors
-        for slot in range(self.slots):
-            for i, address in enumerate(addresses):
-                at = address + step * slot
-                frag = _poll(at, frags[slot][i], fault, fault_tag, row, slot, cols[i], spin_budget)
-                ptx.st_vec_mailbox(at, (Int32(ARMED),) * 4)
-                if self.slots == 1:
-                    totals[i] = frag
-                elif slot == 0:
-                    totals[i] = unpack(frag)
-                else:
-                    totals[i] = [a + b for a, b in zip(totals[i], unpack(frag), strict=True)]
-        return totals if self.slots == 1 else [pack(total) for total in totals]
-
-    def _meanwhile(self, store, vo):
-        """What is done while the last exchange's sums travel; returns the output norm's weight."""
-        if not self.late_stores:
-            return unpack_all(vo)
-        store()
-        return [ptx.settle(element) for element in unpack_all(vo)]
+            return vecs
+        at = self._in_slots(at, ptx.launder(slot_stride))  # worked out again, rather than kept since the look
+        group = (TOGETHER if self.slots <= TOGETHER else TOGETHER // 2) * self.vectors
+        totals = [[]] * self.vectors
+        for i in range(0, len(vecs), group):
+            slot = i // self.vectors
+            full = self._fill(vecs[i : i + group], at[i : i + group], slot, cols, row, fault, fault_tag, spin_budget)
+            cute.arch.sync_warp()  # ptxas takes a warp for converged after the loop that is not, and shuffles then go wrong
+            if self.slots == 1:
+                return full
+            totals = [_add_slots(total, full[v :: self.vectors]) for v, total in enumerate(totals)]
+        return [pack(total) for total in totals]
 
     @cute.jit
-    def _store_prefix(self, vx, prefix_at, blocks_at, has_block: Boolean, aux_at, has_aux: Boolean):
+    def _fill(
+        self,
+        vecs,
+        at,
+        first_slot: cutlass.Constexpr,
+        cols,
+        row: Int32,
+        fault: cute.Pointer,
+        fault_tag: Int32,
+        spin_budget: Int32,
+    ):
+        """Returns the mailbox vectors at `at` once no word of any is the armed pattern, each re-armed when it was complete.
+
+        `vecs` are the first loads, of slot `first_slot` and those after it. Vectors that are not complete are loaded again,
+        together, up to `spin_budget` times.
+        """
+        least = _least_words(vecs)
+        self._rearm(at, [word != ARMED for word in least])
+        polls = Int32(0)
+        while tree(ptx.imin, least) == ARMED:
+            polls = polls + 1
+            if (polls == spin_budget) & (spin_budget != 0):
+                slot, col = self._first_empty(least, first_slot, cols)
+                ptx.trap_with_record(fault.toint(), fault_tag, row, slot, col)
+            empty = [word == ARMED for word in least]
+            vecs = [ptx.ld_vec_mailbox_where(*each) for each in zip(at, vecs, empty, strict=True)]
+            least = _least_words(vecs)
+            self._rearm(at, [was & (word != ARMED) for was, word in zip(empty, least, strict=True)])
+        return vecs
+
+    def _rearm(self, at, enabled):
+        """Empties the mailbox vectors that `enabled` names."""
+        for address, on in zip(at, enabled, strict=True):
+            ptx.st_vec_mailbox_where(address, (Int32(ARMED),) * 4, on)
+
+    def _first_empty(self, least, first_slot, cols):
+        """Returns slot and column of the first vector that is not complete, by the least word of each."""
+        slot, col = Int32(first_slot), cols[0]
+        for i, word in reversed(list(enumerate(least))):
+            slot = select(word == ARMED, Int32(first_slot + i // self.vectors), slot)
+            col = select(word == ARMED, cols[i % self.vectors], col)
+        return slot, col
+
+    def _meanwhile(self, vx, vo, written, row, cols, has_block, has_aux):
+        """Stores the updated prefix while the last exchange's sums travel.
+
+        `written` are (pointer, row stride in vectors, offset in bytes) of the prefix, the written block, aux and the output.
+        Returns the output norm's weight and the addresses of the output.
+        """
+        at = [[vec_address(pointer, row, stride, col) + offset for col in cols] for pointer, stride, offset in written]
+        self._store_prefix(vx, *at[:3], has_block, has_aux)
+        return unpack_all(vo), at[3]
+
+    @cute.jit
+    def _store_prefix(self, vx, prefix_at, block_at, aux_at, has_block: Boolean, has_aux: Boolean):
         """Copies the updated prefix, bit for bit, to everywhere it is wanted."""
         for i in range_constexpr(self.vectors):
             ptx.st_vec(prefix_at[i], vx[i])
         if has_block:
             for i in range_constexpr(self.vectors):
-                ptx.st_vec(blocks_at[i], vx[i])
+                ptx.st_vec(block_at[i], vx[i])
         if has_aux:
             for i in range_constexpr(self.vectors):
                 ptx.st_vec(aux_at[i], vx[i])
 
     def _fold(self, exchanges, x, w, m, l, mean, eps, out_eps, meanwhile):
-        """Returns the output: folds the updated prefix `x` into the mixture of the saved blocks.
+        """Stores the output: folds the updated prefix `x` into the mixture of the saved blocks.
 
-        A : B = l exp(m) : exp(logit), divided by 2 l and by the larger exponential: A <= 1/2, B <= 1 / (2 l) or <= 1/2.
-        `meanwhile` is called while the sums travel and returns the output norm's weight.
+        With the larger of exp(m) and exp(logit) as the unit, the shares are a of M, or `mean`, and b of `x`, of which one is
+        constant and the other has the factor e <= 1, the square of an exponential of half the difference. The mean square of
+        a M + b x, and out_eps s^2, are a polynomial in e whose coefficients are there before e is. It has cancelled by
+        1 / CANCEL only where its first and last terms are alike, so the first tells.
+        `meanwhile` is called while the sums travel and returns the output norm's weight and the output's addresses.
         """
-        if self.stats and self.slots:
-            cute.arch.cluster_wait()
-        share = 0.5 * ptx.reciprocal(l)
+        h, unit, most_b = self.inv_hidden, 0.5 * LOG2_E, 2.0**-SPARE
+        m = m * unit
         early = not self.slots and not self.stats
         last = None if early else dot(mean, mean)
         self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mean, x), last], early)
-        weight = meanwhile()
+        weight, out_at = meanwhile()
         xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
-        over = xw * ptx.rsqrt(xx * self.inv_hidden + eps) - m
-        e = quick_exp(-ptx.fabs(over))
-        a, b = select(over > 0.0, 0.5 * e, Float32(0.5)), select(over > 0.0, share, share * e)
-        terms = a * a * mm + b * b * xx
-        mix = combine([a, b], [mean, x])
-        return self._norm(exchanges[2], mix, a + b, terms, terms + 2.0 * (a * b * mx), weight, out_eps)
+        over = (xw * unit) * ptx.rsqrt(xx * h + eps) - m
+        half = ptx.exp2_normal(-ptx.fabs(over))
+        above = over > 0.0
+        of_mean = mm * h + out_eps * (l * l)
+        of_x = xx * (h * most_b**2) + out_eps * most_b**2
+        of_both = mx * (h * 2.0 * most_b) + out_eps * (2.0 * most_b) * l
+        first, last = select(above, of_x, of_mean), select(above, of_mean, of_x)
+        e = half * half
+        square = (last * e + of_both) * e + first
+        a, b = select(above, e, Float32(1.0)), select(above, Float32(most_b), most_b * e)
+        cancelled = square < first * (2.5 * CANCEL)
+        self._finish(exchanges[2], combine([a, b], [mean, x]), a * l + b, square, cancelled, weight, out_eps, out_at)
 
-    def _norm(self, exchange, mix, s, terms, folded, weight, out_eps):
-        """Returns the output from s times the mixture: its square from `folded` where that is sound, else from the elements.
+    def _finish(self, exchange, mix, s, square, cancelled, weight, out_eps, out_at):
+        """Stores the output from `mix`, s times the mixture.
 
-        What is multiplied in which order matters: a share and rsqrt may be so small that their product is none.
+        `square` is its mean square plus out_eps s^2, unless that has `cancelled`. What is multiplied in which order matters:
+        a share and rsqrt may be so small that their product is none.
         """
         if self.final:
             scale = ptx.reciprocal(s)
             mix = round_bf16([scale * value for value in mix])
             (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
-            return _scale(mix, self._inv_rms(square, out_eps), weight)
-        return _scale(mix, self._inv_rms_of(exchange, mix, terms, folded, out_eps * (s * s)), weight)
+            _store(out_at, mix, self._inv_rms(square, out_eps), weight)
+        else:
+            _store(out_at, mix, ptx.rsqrt(square), weight)
+            self._store_again(exchange, mix, cancelled, out_eps * (s * s), weight, out_at)
 
     def _inv_rms(self, square, floor):
         return ptx.rsqrt(square * self.inv_hidden + floor)
 
     @cute.jit
-    def _inv_rms_of(self, exchange, mix, terms: Float32, folded: Float32, floor: Float32):
-        """Returns rsqrt(mix . mix / H + floor): from `folded`, or an exchanged sum where that has cancelled against `terms`."""
-        inv = self._inv_rms(folded, floor)
-        if folded < terms * CANCEL:
+    def _store_again(self, exchange, mix, cancelled: Boolean, floor: Float32, weight, out_at):
+        """Where `cancelled`, stores the output once more, from the exchanged sum of its squares."""
+        if cancelled:
             (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
-            inv = self._inv_rms(square, floor)
-        return inv
+            _store(out_at, mix, self._inv_rms(square, floor), weight)
 
 
-def _scale(values, inv, weight):
-    """(value * inv) * weight: in this order neither a large nor a small value leaves fp32's range before its time."""
-    return [value * inv * factor for value, factor in zip(values, weight, strict=True)]
+def _load_weight(weight, cols):
+    """The thread's vectors of a weight of H elements."""
+    return [ptx.ld_vec_const(col_address(weight, col)) for col in cols]
 
 
-@cute.jit
-def _poll(
-    address: Int64, words, fault: cute.Pointer, tag: Int32, row: Int32, slot: Int32, col: Int32, spin_budget: Int32
-):
-    """Returns a mailbox vector once none of its words is the armed pattern; `words` is the first load."""
-    w0, w1, w2, w3 = words
-    polls = Int32(0)
-    while (w0 == ARMED) | (w1 == ARMED) | (w2 == ARMED) | (w3 == ARMED):
-        polls = polls + 1
-        if (polls == spin_budget) & (spin_budget != 0):
-            ptx.trap_with_record(fault.toint(), tag, row, slot, col)
-        w0, w1, w2, w3 = ptx.ld_vec_mailbox(address)
-    return w0, w1, w2, w3
+def _store(addresses, values, inv, weight):
+    """Stores (value * inv) * weight: in this order neither a large nor a small value leaves fp32's range before its time."""
+    y = [value * inv * factor for value, factor in zip(values, weight, strict=True)]
+    for i, address in enumerate(addresses):
+        ptx.st_vec(address, pack(y[i * VEC : (i + 1) * VEC]))
+
+
+def _least_words(vecs):
+    """The least word of each vector: ARMED, which is the least of all, if the vector is not complete."""
+    return [tree(ptx.imin, list(vec)) for vec in vecs]
+
+
+def _add_slots(total, vecs):
+    """Adds the elements of a vector's slots, in their order, to `total`, which is empty before the first."""
+    for vec in vecs:
+        total = [a + b for a, b in zip(total, unpack(vec), strict=True)] if total else unpack(vec)
+    return total

@@ -63,6 +63,21 @@ def ld_vec_mailbox(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ld_vec_mailbox_where(address, words, enabled, *, loc=None, ip=None):
+    """Where `enabled`, loads a vector as `ld_vec_mailbox` does; returns `words` elsewhere."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(enabled).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
+    text = (
+        "{ .reg .pred on; setp.ne.s32 on, $5, 0;"
+        " mov.b32 $0, $6; mov.b32 $1, $7; mov.b32 $2, $8; mov.b32 $3, $9;"
+        " @on ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+    )
+    struct = llvm.StructType.get_literal([T.i32()] * 4)
+    out = _asm(struct, operands, text, "=&r,=&r,=&r,=&r,l,r,r,r,r,r", volatile=True, loc=loc, ip=ip)
+    return tuple(Int32(llvm.extractvalue(T.i32(), out, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
 def prefetch(address, *, loc=None, ip=None):
     """Hints that the line at a global address will be wanted; no value is read, so it may still be written."""
     _asm(
@@ -80,6 +95,15 @@ def st_vec(address, words, *, loc=None, ip=None):
 def st_vec_mailbox(address, words, *, loc=None, ip=None):
     """Stores a vector that another GPU may be polling."""
     _store_vec("st.relaxed.sys.global.v4.b32", address, words, loc, ip)
+
+
+@dsl_user_op
+def st_vec_mailbox_where(address, words, enabled, *, loc=None, ip=None):
+    """Where `enabled`, stores a vector that another GPU may be polling."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(enabled).ir_value(loc=loc, ip=ip)]
+    operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
+    text = "{ .reg .pred on; setp.ne.s32 on, $1, 0; @on st.relaxed.sys.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
+    _asm(None, operands, text, "l,r,r,r,r,r", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -131,14 +155,6 @@ def keep(word, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def settle(value, *, loc=None, ip=None):
-    """Returns an fp32 `value` that is worked out here and not where it is used."""
-    bits = [llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)]
-    word = _asm(T.i32(), bits, "mov.b32 $0, $1;", "=r,r", volatile=True, loc=loc, ip=ip)
-    return Float32(llvm.bitcast(T.f32(), word, loc=loc, ip=ip))
-
-
-@dsl_user_op
 def bits_to_f32(word, *, loc=None, ip=None):
     """Reinterprets 32 bits as fp32."""
     return Float32(llvm.bitcast(T.f32(), Int32(word).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
@@ -172,6 +188,13 @@ def reciprocal(x, *, loc=None, ip=None):
 def fabs(x, *, loc=None, ip=None):
     """Magnitude of an fp32."""
     return _unary("abs.f32", x, loc, ip)
+
+
+@dsl_user_op
+def imin(a, b, *, loc=None, ip=None):
+    """Minimum of two signed words."""
+    operands = [Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, "min.s32 $0, $1, $2;", "=r,r,r", volatile=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -222,18 +245,15 @@ def peer_offset(address, rank, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_async(address, barrier, value, enabled, *, loc=None, ip=None):
-    """Where `enabled` is nonzero, stores one fp32 in the shared memory of a CTA of the cluster.
+def st_async(address, barrier, value, *, loc=None, ip=None):
+    """Stores one fp32 in the shared memory of a CTA of the cluster.
 
     `address` and `barrier` are `shared::cluster` addresses in that CTA, on whose barrier the store counts its bytes.
     """
-    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier, enabled)]
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier)]
     operands.append(llvm.bitcast(T.i32(), Float32(value).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-    text = (
-        "{ .reg .pred on; setp.ne.s32 on, $2, 0;"
-        " @on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $3, [$1]; }"
-    )
-    _asm(None, operands, text, "r,r,r,r", volatile=True, loc=loc, ip=ip)
+    text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $2, [$1];"
+    _asm(None, operands, text, "r,r,r", volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op

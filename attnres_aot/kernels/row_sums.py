@@ -1,19 +1,19 @@
 """Sums over a row: adding a few values over all threads of the cluster that shares the row.
 
 Shared memory, for each exchange of N values: lines of fp32 partial sums, one for each value, [max(N, 4)][T / max(N, 4),
-to a multiple of 4, and 4], fp32 sums of the CTAs [K][max(N, 4)] and an 8-byte mbarrier; and fp32 [T/32][32] to show a warp
-what its lanes hold. K is the number of CTAs in the cluster and T that of threads in a CTA.
+to a multiple of 4, and 4], fp32 sums of the CTAs [8][max(N, 4)] and an 8-byte mbarrier; and fp32 [T/32][32] to show a warp
+what its lanes hold. T is the number of threads in a CTA.
 
 Synchronisation: thread 0 initialises the mbarriers, each with one arrival (its own) and the expected bytes, then the
 cluster barrier shows them to every CTA before anybody sends. In an exchange each warp adds N values with shuffles until a
 lane holds one, so that 32 / N lanes have parts of the same value, and each thread leaves its part in shared memory: further
 shuffles would take longer than reading the parts. (A single value is not shuffled; its line is cut in four.) After a CTA
 barrier, one warp per four lines adds those, eight lanes each the same line, of which each st.asyncs the sum to another CTA
-of the cluster; lines sent by several warps arrive later. Each CTA waits on its own mbarrier and every warp adds up the same numbers in the same order, so all
-threads of the cluster hold the same bits. `send` and `receive` are the halves of an exchange: what a kernel does between
-them is done while the sums travel. A mbarrier and a buffer are used once. A CTA waits for everything that is sent to it, so
-none exits while a peer still writes to its memory: an exchange is entered by all CTAs of a row or by none, and one that
-was declared need not be used.
+of the cluster, or to a spare row of its own where the cluster is smaller: a branch around it would cost more. Each CTA waits
+on its own mbarrier and every warp adds up the same numbers in the same order, so all threads of the cluster hold the same bits.
+`send` and `receive` are the halves of an exchange: what a kernel does between them is done while the sums travel. A mbarrier
+and a buffer are used once. A CTA waits for everything that is sent to it, so none exits while a peer still writes to its
+memory: an exchange is entered by all CTAs of a row or by none, and one that was declared need not be used.
 """
 
 from typing import NamedTuple
@@ -46,12 +46,12 @@ class Exchange(NamedTuple):
     """The sums that the CTAs send here."""
     barrier: Int32
     """The mbarrier."""
-    rank: Int32
-    """This CTA's number in the cluster."""
+    row: Int32
+    """The row of `received` that this lane sends to: this CTA's number, or a spare one where it has no peer."""
     room: Int32
     """Room of this warp's own."""
     away: Int32
-    """What this lane, i, adds to a place to reach the same in CTA i % PEERS."""
+    """What this lane, i, adds to a place to reach the same in CTA i % PEERS, or its own where there is none."""
 
 
 class RowSums:
@@ -72,13 +72,13 @@ class RowSums:
     def open(self, tid: Int32, rank: Int32):
         """Declares shared memory, arms the mbarriers and arrives at the cluster barrier that shows them to peers."""
         counts = self.counts
-        sizes = [self._lines(count) * (self._stride(count) + self.cluster) for count in counts]
+        sizes = [self._lines(count) * (self._stride(count) + PEERS) for count in counts]
         bars = 4 * (sum(sizes) + self.threads)
         base = Int32(cute.arch.alloc_smem(cutlass.Uint8, bars + 8 * len(counts), alignment=16).toint())
         if tid == 0:
             for i, count in enumerate(counts):
                 if const_expr(count > 0):
-                    ptx.mbarrier_expect(base + bars + 8 * i, 4 * self.cluster * self._lines(count))
+                    ptx.mbarrier_expect(base + bars + 8 * i, 4 * PEERS * self._lines(count))
             if const_expr(sum(count > 0 for count in counts) == 1):
                 ptx.fence_async_shared()  # a branch as short as this ptxas makes predicates of, without its own fence
             cute.arch.mbarrier_init_fence()
@@ -87,13 +87,14 @@ class RowSums:
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         room = base + 4 * (sum(sizes) + warp * WARP)
         peer = lane % PEERS
-        away = ptx.peer_offset(base, select(peer < self.cluster, peer, Int32(0)))
+        away = ptx.peer_offset(base, select(peer < self.cluster, peer, rank))
+        row = select(peer < self.cluster, rank, peer)
         exchanges = []
         for i, count in enumerate(counts):
             parts = base + 4 * sum(sizes[:i])
             received = parts + 4 * self._lines(count) * self._stride(count)
             mine = parts + 4 * self._place(count, tid) if const_expr(count > 0) else parts
-            exchanges.append(Exchange(count, parts, mine, received, base + bars + 8 * i, rank, room, away))
+            exchanges.append(Exchange(count, parts, mine, received, base + bars + 8 * i, row, room, away))
         return exchanges
 
     def _place(self, count, tid):
@@ -131,7 +132,8 @@ class RowSums:
         count = exchange.count
         ptx.mbarrier_wait(exchange.barrier)
         if count > PACKET:
-            return bounce(exchange.room, cute.arch.lane_idx() % count, self._sum_column(exchange), wanted)
+            at = cute.arch.lane_idx() % count
+            return bounce(exchange.room, at, self._sum_column(exchange, at), wanted)
         vecs = [ptx.ld_shared_vec(exchange.received + sender * 16) for sender in range(self.cluster)]
         if count == 1:
             return [tree_sum([part for vec in vecs for part in vec])]
@@ -154,29 +156,27 @@ class RowSums:
         else:
             ptx.st_shared(exchange.mine, mine)
 
-    def logits(self, exchange, sources, w, inv_hidden, eps):
-        """Returns (v . w) * rsqrt(v . v * inv_hidden + eps) of each source v, alike in all threads, by one exchange.
-
-        The exchange has twice the number of sources, each half padded to a power of two.
-        """
-        half = exchange.count // 2
-        pads = [None] * (half - len(sources))
+    def send_products(self, exchange, sources, w, cluster_waits):
+        """Sends v . v and v . w of each source v; the exchange has twice the number of sources, padded to a power of two."""
+        pads = [None] * (exchange.count // 2 - len(sources))
         values = [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads
         self._leave(exchange, values)
-        cute.arch.cluster_wait()
+        if cluster_waits:
+            cute.arch.cluster_wait()
         self._dispatch(exchange)
-        ptx.mbarrier_wait(exchange.barrier)
-        mine = self._sum_column(exchange)
-        lane = cute.arch.lane_idx()
-        other = cute.arch.shuffle_sync_bfly(mine, half)
-        is_square = (lane & half) == 0
-        vv, vw = select(is_square, mine, other), select(is_square, other, mine)
-        return bounce(exchange.room, lane % half, vw * ptx.rsqrt(vv * inv_hidden + eps), len(sources))
 
-    def _sum_column(self, exchange):
-        """Returns, in lane i, the row's sum of values[i % count], once all have arrived."""
+    def receive_logits(self, exchange, sources, inv_hidden, eps):
+        """Returns (v . w) * rsqrt(v . v * inv_hidden + eps) of each source v, alike in all threads, from `send_products`."""
+        half = exchange.count // 2
+        ptx.mbarrier_wait(exchange.barrier)
+        at = cute.arch.lane_idx() % half
+        vv, vw = self._sum_column(exchange, at), self._sum_column(exchange, half + at)
+        return bounce(exchange.room, at, vw * ptx.rsqrt(vv * inv_hidden + eps), sources)
+
+    def _sum_column(self, exchange, at):
+        """Returns the row's sum of values[at], once all have arrived."""
         count = exchange.count
-        column = exchange.received + (cute.arch.lane_idx() % count) * 4
+        column = exchange.received + at * 4
         return tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])
 
     def _dispatch(self, exchange):
@@ -186,16 +186,17 @@ class RowSums:
         for begin in range(0, lines, self.warps * PACKET):
             first = begin + cute.arch.warp_idx() * PACKET
             line = first + cute.arch.lane_idx() // PEERS
-            mine, place = first < lines, exchange.received + (exchange.rank * lines + line) * 4
+            mine, place = first < lines, exchange.received + (exchange.row * lines + line) * 4
             parts, to = exchange.lines + line * stride * 4, place + exchange.away
             self._send(mine, parts, to, exchange.barrier + exchange.away, self.threads // lines)
+        cute.arch.sync_warp()  # what follows is not to be scheduled before the send, which others wait for
 
     @cute.jit
     def _send(self, mine: Boolean, parts: Int32, there: Int32, barrier: Int32, length: cutlass.Constexpr):
         """In the warps that `mine` names, each lane adds its line of partial sums and sends it to its peer."""
         if mine:
             total = _sum_line(parts, length)
-            ptx.st_async(there, barrier, total, Int32(cute.arch.lane_idx() % PEERS < self.cluster))
+            ptx.st_async(there, barrier, total)
 
 
 def _sum_line(address, length):

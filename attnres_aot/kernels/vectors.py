@@ -3,6 +3,8 @@
 A thread's share of a row is a list of vectors, each four 32-bit words, or a flat list of fp32, 8 for each vector.
 """
 
+import operator
+
 import cutlass
 from cutlass import Int64, Uint32
 
@@ -80,17 +82,20 @@ def quick_exp(x, halvings=0.0):
 
 def softmax(logits, exponential=exp):
     """Returns (m, e, l): the largest logit m, e = exponential(logit - m) of each, and their sum l."""
-    m = logits[0]
-    for logit in logits[1:]:
-        m = ptx.fmax(m, logit)
+    m = tree(ptx.fmax, logits)
     e = [exponential(logit - m) for logit in logits]
     return m, e, tree_sum(e)
 
 
 def tree_sum(parts):
     """Adds fp32 values pairwise."""
+    return tree(operator.add, parts)
+
+
+def tree(operation, parts):
+    """Combines values pairwise by an operation of two until one is left."""
     while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
+        parts = [operation(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
     return parts[0]
 
 

@@ -98,7 +98,7 @@ class BoundConsumer:
 
         Args:
           mailbox: [slots, capacity, H] bf16, contiguous, armed (see `new_mailbox`).
-          spin_budget: polls of one fragment before a launch gives up; 0 waits for ever. Giving up is a trap, which
+          spin_budget: polls for its rows before a launch gives up; 0 waits for ever. Giving up is a trap, which
             ends the CUDA context: later CUDA calls of the process fail, and `fault()` says what was missing.
 
         Returns:

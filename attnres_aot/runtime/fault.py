@@ -32,7 +32,7 @@ class RingLaunch:
     handle: int
     """`handle` of the PreparedAttnRes that launches it."""
     spin_budget: int
-    """Polls of one fragment after which it gives up."""
+    """Polls for its rows after which it gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
-from attnres_aot.binary.prove import launch_problems
+from attnres_aot.binary.prove import convergence_problems, launch_problems
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import Bundle, read_image, read_manifest_bytes
 from attnres_aot.errors import BundleError
@@ -114,5 +114,6 @@ def _kernel_problems(kernel: KernelFacts, image: ImageRecord, manifest: Manifest
     ):
         if promised != found:
             yield f"{field}: the manifest says {promised}, the binary {found}"
+    yield from convergence_problems(kernel)
     if image.smem_dynamic_bytes and not kernel.uses_smem:
         yield f"smem_dynamic_bytes: the manifest says {image.smem_dynamic_bytes}, the binary uses no shared memory"

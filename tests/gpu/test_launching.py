@@ -205,10 +205,18 @@ def test_every_device_of_the_process(ordinal, choose, seed, consumer):
         check(prepared)
 
 
-@pytest.mark.parametrize("name", ["ring-of-one", "ring", "ring-statistics"])
+RINGS = {
+    **{name: KINDS[name] for name in ("ring-of-one", "ring", "ring-statistics")},
+    "ring-of-one-few-blocks": lambda v: v.slots == 1 and not v.stats and v.key.nb == 1,
+    "ring-few-blocks": lambda v: v.slots > 1 and not v.stats and v.key.nb in (1, 4),
+}
+"""Kinds of mailbox consumers that differ in what they do between polling and adding up."""
+
+
+@pytest.mark.parametrize("name", RINGS)
 def test_a_ring_waits_for_late_publishers(name, choose, consumer, banks):
     """The consumer is launched first; its rows come later, slot by slot from the last, on another stream."""
-    prepared = prepare(case_of(choose(KINDS[name]), rows=4), banks)
+    prepared = prepare(case_of(choose(RINGS[name]), rows=4), banks)
     source, rows = prepared.arena.views.source, prepared.case.rows
     launch = consumer.bind(prepared.case, prepared.arena.views, spin_budget=PATIENCE)
     publisher, waiter = torch.cuda.Stream(consumer.device), torch.cuda.Stream(consumer.device)

@@ -163,11 +163,13 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add.f32": binary(torch.add),
     "sub.f32": binary(torch.sub),
     "mul.f32": binary(torch.mul),
+    "min.s32": torch.minimum,
     "max.f32": maximum,
     "fma.rn.f32": fma,
     "cvt.rn.bf16x2.f32": pack_bf16,
     "add.rn.bf16x2": add_bf16,
     "abs.f32": lambda a: a & 0x7FFFFFFF,
+    "neg.f32": lambda a: a ^ -0x80000000,
     **approximations(),
 }
 """Opcode -> its result from its operands."""

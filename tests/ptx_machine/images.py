@@ -84,7 +84,7 @@ def consumer_segment(variant: Variant, words: Tensor, views: Views, rows: int) -
     for weight in (views.norm, views.query, views.out_norm):
         memory.allow(weight, "readable")
     memory.allow(views.prefix, "writable", *(["readable"] if variant.key.has_delta else []))
-    memory.allow(views.out, "writable")
+    memory.allow(views.out, "writable", "rewritable")
     if slots:
         memory.allow(views.source[:, :rows], "readable", "writable")
     else:

@@ -1,6 +1,6 @@
 """Global memory of the machine: torch storage with, for every word, who may do what to it.
 
-Beside bounds and alignment it finds words that two threads write, read-only loads of words that the launch writes, and
+Beside bounds and alignment it finds words that are written twice, read-only loads of words that the launch writes, and
 accesses before the dependency wait to what only holds after it.
 """
 
@@ -26,6 +26,8 @@ class Segment:
     """bool per word."""
     after_wait: Tensor
     """bool per word: touched only after the dependency wait."""
+    rewritable: Tensor
+    """bool per word: the thread that wrote it may write it again."""
     writer: Tensor = field(init=False)
     """int64 per word: which thread wrote it, or -1."""
 
@@ -39,7 +41,7 @@ class Segment:
         return cls(words=words, **{name: torch.zeros(words.shape, dtype=torch.bool) for name in _RIGHTS})
 
     def allow(self, view: Tensor, *rights: str) -> None:
-        """Gives rights (`readable`, `writable`, `after_wait`) to the elements of a view into the allocation.
+        """Gives rights, fields of this class by name, to the elements of a view into the allocation.
 
         The last axis is contiguous and of an even number of bf16.
         """
@@ -51,7 +53,7 @@ class Segment:
             getattr(self, right).as_strided(words.shape, words.stride(), offset).fill_(True)
 
 
-_RIGHTS = ("readable", "writable", "after_wait")
+_RIGHTS = ("readable", "writable", "after_wait", "rewritable")
 
 
 class GlobalMemory:
@@ -77,7 +79,8 @@ class GlobalMemory:
     def store(self, address: Tensor, values: Tensor, waited: Tensor, thread: Tensor) -> None:
         """Stores [threads, count] words; `thread` [threads] says who does."""
         segment, index = self._find(address, values.shape[1], waited, "writable")
-        if bool((segment.writer[index] >= 0).any()):
+        before = segment.writer[index]
+        if bool(((before >= 0) & ~(segment.rewritable[index] & (before == thread[:, None]))).any()):
             raise PtxError("a word is written twice")
         segment.writer[index] = thread[:, None].expand_as(index)
         if bool((segment.writer[index] != thread[:, None]).any()):

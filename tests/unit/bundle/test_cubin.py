@@ -110,17 +110,53 @@ def section_header(data: bytes, name: bytes) -> int:
 
 
 @pytest.mark.parametrize(
-    ("waits", "found"), [((), 16), ((4,), 11), ((4, 9), 11), ((6, 14), 9), ((7,), 16), ((14,), 16), ((20,), 16)]
+    ("waits", "exits", "found"),
+    [
+        ((), (), 16),
+        ((4,), (), 11),
+        ((4, 9), (), 11),
+        ((6, 14), (), 9),
+        ((7,), (), 16),
+        ((14,), (), 16),
+        ((20,), (), 16),
+        ((4,), (11,), 7),
+        ((4,), (2, 11, 13), 7),
+        ((), (9,), 10),
+    ],
 )
-def test_the_critical_path_is_what_follows_the_wait(cubin, waits, found):
-    """A kernel of 16 instructions, the last an exit, and padding; some instructions become waits."""
+def test_the_critical_path_is_what_follows_the_wait(cubin, waits, exits, found):
+    """A kernel of 16 instructions, the last an exit, and padding; some instructions become waits or exits."""
     data = cubin("consumer", "sm_90")
     (code,) = struct.unpack_from("<Q", data, section_header(data, b".text.consumer") + 24)
-    for wait in waits:
-        place = code + 16 * wait
-        data = patched(data, place, "<H", struct.unpack_from("<H", data, place)[0] & 0xF000 | 0x82E)
+    for index, opcode in [*((wait, 0x82E) for wait in waits), *((leave, 0x94D) for leave in exits)]:
+        place = code + 16 * index
+        data = patched(data, place, "<H", struct.unpack_from("<H", data, place)[0] & 0xF000 | opcode)
     (kernel,) = read_cubin(data).kernels
     assert (kernel.critical_instructions, kernel.instructions) == (found, 32)
+
+
+YIELD, WARPSYNC, WARPSYNC_COLLECTIVE, SHFL, SHFL_OF_REGISTER = 0x946, 0x948, 0x348, 0xF89, 0x389
+BRA, BRA_DIV = 0x947, 0x947 | 1 << 91
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ((SHFL, SHFL), 0),
+        ((YIELD, SHFL, SHFL_OF_REGISTER), 2),
+        ((YIELD, BRA, SHFL), 1),
+        ((YIELD, WARPSYNC, SHFL, SHFL), 0),
+        ((YIELD, WARPSYNC_COLLECTIVE, SHFL), 0),
+        ((YIELD, BRA_DIV, SHFL), 0),
+        ((SHFL, YIELD, WARPSYNC, YIELD, SHFL), 1),
+    ],
+)
+def test_shuffles_of_a_warp_that_may_be_apart_are_counted(cubin, code, found):
+    data = cubin("consumer", "sm_90")
+    (start,) = struct.unpack_from("<Q", data, section_header(data, b".text.consumer") + 24)
+    words = b"".join(word.to_bytes(16, "little") for word in code)
+    (kernel,) = read_cubin(data[:start] + words + data[start + len(words) :]).kernels
+    assert kernel.split_shuffles == found
 
 
 def replaced(data: bytes, old: bytes, new: bytes) -> bytes:

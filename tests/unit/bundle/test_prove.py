@@ -10,6 +10,7 @@ import pytest
 
 from attnres_aot.abi import CONSUMER_PARAMS, lay_out
 from attnres_aot.arch import Arch
+from attnres_aot.binary.elf_image import open_elf
 from attnres_aot.binary.prove import ImageFacts, prove_image
 from attnres_aot.errors import CompileError
 from attnres_aot.manifest import BudgetRecord
@@ -119,6 +120,18 @@ def test_all_differences_come_together(cubin):
         "local memory: 424",
     ):
         assert part in text
+
+
+def test_a_warp_that_may_be_apart_where_it_shuffles_is_refused(cubin):
+    """The second instruction becomes a shuffle, and the first what ends a loop that threads leave one by one."""
+    data = cubin("consumer")
+    code = open_elf(data).find(".text.consumer")
+    assert code is not None
+    assert data.count(code.data) == 1
+    start = data.index(code.data)
+    yields, shuffles = (opcode.to_bytes(16, "little") for opcode in (0x946, 0xF89))
+    with pytest.raises(CompileError, match="convergence: 1 shuffles after a loop"):
+        prove_image(data[:start] + yields + shuffles + data[start + 32 :], **ASKED)
 
 
 def test_what_is_no_cubin_is_a_compile_error():
