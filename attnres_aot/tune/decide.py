@@ -18,8 +18,8 @@ RULES = {
     AFTER: "consumer that takes statistics, against the plain consumer, each right after the statistics kernel",
     READY: "consumer whose statistics were there long before, against the plain consumer",
 }
-MARGIN = 0.02
-"""By how much statistics must win: what is closer is a tie, and a tie leaves them off."""
+MARGIN = 0.05
+"""By how much statistics must win: what is closer is a tie, and a tie leaves them off. Repeated runs differ by up to 3 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ MISUSES = [
     Misuse("text_for_number", ["plan", "--arch", "sm_100", "--tp", "x"], "'x' is not a valid integer"),
     Misuse("extra_argument", ["plan", "--arch", "sm_100", "extra"], "extra"),
     Misuse("no_such_config", ["plan", "--arch", "sm_100", "--config", "none.yaml"], "none.yaml: cannot be read"),
-    Misuse("no_such_variant", ["plan", "--arch", "sm_100", "--only", "nb9"], "'nb9' matches none of the 270"),
+    Misuse("no_such_variant", ["plan", "--arch", "sm_100", "--only", "nb9"], "'nb9' matches none of the 295"),
 ]
 
 

@@ -38,9 +38,9 @@ def test_table_counts_variants_and_images_and_says_for_whom(capsys):
 
 def test_without_a_configuration_the_shipped_one_is_planned(capsys):
     lines = show(capsys, "--arch", "sm_100").splitlines()
-    assert lines[0] == "kimi_k3: 266 variants and 4 producers served by 103 images, for each arch"
+    assert lines[0] == "kimi_k3: 290 variants and 5 producers served by 104 images, for each arch"
     assert "  for (16,1) (16,16) alone:" not in lines
-    assert "  statistics of 6-8 saved blocks" in lines
+    assert "  statistics of 5-8 saved blocks" in lines
 
 
 def test_row_counts_with_images_of_their_own_are_named(capsys):

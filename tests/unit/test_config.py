@@ -71,7 +71,7 @@ def test_the_shipped_tables_are_measured_and_name_only_what_was_on():
     config = load_config(DEFAULT_CONFIG)
     assert "# Measured by 'attnres-aot tune' on one NVIDIA H200" in DEFAULT_CONFIG.read_text()
     assert {str(each.attn_stats) for each in config.deployments} == {"64:1"}
-    assert {each.attn_stats_blocks.switched_on() for each in config.deployments} == {((6, 8),)}
+    assert {each.attn_stats_blocks.switched_on() for each in config.deployments} == {((5, 8),)}
 
 
 def test_the_configuration_of_everything_differs_in_name_and_tables_only():

@@ -77,7 +77,7 @@ def test_every_source_of_the_deployment_must_win_and_no_other() -> None:
     )
 
 
-@pytest.mark.parametrize(("ratio", "on"), [(0.979, "1:1"), (0.981, ""), (1.0, "")], ids=["wins", "tie", "equal"])
+@pytest.mark.parametrize(("ratio", "on"), [(0.949, "1:1"), (0.951, ""), (1.0, "")], ids=["wins", "tie", "equal"])
 def test_a_tie_leaves_statistics_off(ratio: float, on: str) -> None:
     assert decide([cell(8, 1, ratio)], (0,), EXPOSED, MARGIN).attn_stats == on
 

@@ -29,17 +29,19 @@ def consumer(**facts) -> ConsumerSpec:
 
 
 BUDGETS = [
-    Budget("ordinary", consumer(), (96, 3328, 384)),
-    Budget("wide", consumer(wide=True), (128, 2240, 432)),
+    Budget("ordinary", consumer(), (96, 3328, 288)),
+    Budget("final", consumer(final=True), (96, 3328, 352)),
+    Budget("wide", consumer(wide=True), (128, 2240, 336)),
+    Budget("wide, final", consumer(wide=True, final=True), (128, 2240, 432)),
     Budget("no blocks", consumer(nb=0, wide=True), (72, 768, 224)),
     Budget("no blocks, few rows", consumer(nb=0), (72, 1280, 192)),
-    Budget("many slots", consumer(slots=16), (128, 3328, 2176)),
-    Budget("statistics alone", consumer(nb=None), (80, 1984, 384)),
-    Budget("one slot", consumer(slots=1), (96, 3328, 1056)),
-    Budget("some slots", consumer(slots=2), (128, 3328, 1600)),
-    Budget("statistics taken", consumer(nb=None, slots=1), (80, 1984, 480)),
-    Budget("statistics and slots", consumer(nb=None, slots=8), (96, 1984, 992)),
-    Budget("statistics and many slots", consumer(nb=None, slots=9), (128, 1984, 1568)),
+    Budget("many slots", consumer(slots=16), (128, 3328, 1808)),
+    Budget("statistics alone", consumer(nb=None), (88, 1984, 384)),
+    Budget("one slot", consumer(slots=1), (128, 3328, 1056)),
+    Budget("some slots", consumer(slots=2), (128, 3328, 1520)),
+    Budget("statistics taken", consumer(nb=None, slots=1), (88, 1984, 464)),
+    Budget("statistics and slots", consumer(nb=None, slots=8), (128, 1984, 848)),
+    Budget("statistics and many slots", consumer(nb=None, slots=9), (128, 1984, 1184)),
     Budget("statistics made", StatisticsSpec(hidden=7168, nb=8), (88, 1856, 176)),
     Budget("publish", PublishSpec(hidden=7168), (48, 0, 128)),
 ]

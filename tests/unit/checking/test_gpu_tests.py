@@ -40,7 +40,7 @@ NAMES = ("nb0-write0", "nb2-delta-ring8-aux")
 VARIANTS = tuple(f"tests/gpu/test_all_variants.py::test_variant[{name}]" for name in NAMES)
 PARTS = [
     Part("producers", ("tests/gpu/test_producers.py", "-k", f"not ({LEFT_OUT})"), 16, "| publish | 21 |"),
-    Part("launching", ("tests/gpu/test_launching.py", "-k", f"not ({LEFT_OUT})"), 41),
+    Part("launching", ("tests/gpu/test_launching.py", "-k", f"not ({LEFT_OUT})"), 43),
     Part("stress", ("tests/gpu/test_stress.py", "-k", "without_a_budget or equal_inputs"), 5),
     Part("variants", VARIANTS, 2, "| all | 2 | 0 | 42 |"),
 ]  # fmt: skip
