@@ -61,6 +61,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.row_sums import RowSums, bounce, padded
+from attnres_aot.kernels.source import Source
 from attnres_aot.kernels.vectors import (
     LOG2_E,
     VEC,
@@ -80,12 +81,8 @@ from attnres_aot.kernels.vectors import (
     vec_address,
 )
 
-ARMED = -0x80000000
-"""An empty mailbox word (0x80000000), as the signed integer that the compiler compares."""
 GRAM_BLOCKS = 5
 """Most saved blocks whose dot products go in one exchange: those of 6 sources are 27, and a warp has 32 lanes."""
-TOGETHER = 8
-"""Most mailbox slots that are polled together, or half as many if there are more: they would not fit the registers."""
 SPARE = 4.0
 """Halvings of all shares, so that those of 9 sources add up to no more than 1; even, so that the largest share is exact."""
 CANCEL = 2.0**-6
@@ -122,6 +119,7 @@ class Consumer:
         self.mixes = self.stats or self.nb > 0
         self.gram = not self.mixes or (slots > 0 and not self.stats and self.nb <= GRAM_BLOCKS)
         self.split = not self.gram and not self.stats
+        self.delta = Source(slots, vectors)
         self.sums = RowSums(cluster, threads, self._counts())
 
     def _counts(self):
@@ -239,7 +237,7 @@ class Consumer:
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
         vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
-        look = partial(self._look, source, row, cols, source_row_stride, source_slot_stride)
+        look = partial(self.delta.look, source, row, cols, source_row_stride, source_slot_stride)
         looked, m, l, mean = None, Float32(0.0), Float32(1.0), None
         if const_expr(self.slots and self.split):
             exchanges = self._open_and_wait(tid, rank)
@@ -271,7 +269,7 @@ class Consumer:
 
         if const_expr(not self.slots):
             looked = look()
-        vd = self._take(looked, row, cols, source_slot_stride, fault, fault_tag, spin_budget)
+        vd = self.delta.take(looked, row, cols, source_slot_stride, fault, fault_tag, spin_budget)
         vx = add_bf16(vp, vd) if self.has_delta else vd
         if const_expr(vo is None):
             vo = _load_weight(out_norm, cols)
@@ -342,79 +340,6 @@ class Consumer:
             address = mixture.toint() + (Int64(row) * self.row_vecs + Int64(col)) * 32
             words += ptx.ld_vec(address) + ptx.ld_vec(address + 16)
         return m, l * 2.0**-SPARE, [ptx.bits_to_f32(word) * 2.0**-SPARE for word in words]
-
-    def _look(self, source, row, cols, row_stride, slot_stride):
-        """Returns the delta row's vectors, slot by slot, and the addresses of the first slot's; a mailbox may not be full."""
-        at = [vec_address(source, row, row_stride, col) for col in cols]
-        if not self.slots:
-            return [ptx.ld_vec(address) for address in at], at
-        return [ptx.ld_vec_mailbox(address) for address in self._in_slots(at, slot_stride)], at
-
-    def _in_slots(self, at, slot_stride):
-        """The addresses of vectors in all slots, slot by slot, from those in the first."""
-        step = Int64(slot_stride) * 16
-        return [address + step * slot if slot else address for slot in range(self.slots) for address in at]
-
-    def _take(self, looked, row, cols, slot_stride, fault, fault_tag, spin_budget):
-        """Returns the delta row's vectors from what `_look` returned; a mailbox is polled until it is full, and re-armed."""
-        vecs, at = looked
-        if not self.slots:
-            return vecs
-        at = self._in_slots(at, ptx.launder(slot_stride))  # worked out again, rather than kept since the look
-        group = (TOGETHER if self.slots <= TOGETHER else TOGETHER // 2) * self.vectors
-        totals = [[]] * self.vectors
-        for i in range(0, len(vecs), group):
-            slot = i // self.vectors
-            full = self._fill(vecs[i : i + group], at[i : i + group], slot, cols, row, fault, fault_tag, spin_budget)
-            cute.arch.sync_warp()  # ptxas takes a warp for converged after the loop that is not, and shuffles then go wrong
-            if self.slots == 1:
-                return full
-            totals = [_add_slots(total, full[v :: self.vectors]) for v, total in enumerate(totals)]
-        return [pack(total) for total in totals]
-
-    @cute.jit
-    def _fill(
-        self,
-        vecs,
-        at,
-        first_slot: cutlass.Constexpr,
-        cols,
-        row: Int32,
-        fault: cute.Pointer,
-        fault_tag: Int32,
-        spin_budget: Int32,
-    ):
-        """Returns the mailbox vectors at `at` once no word of any is the armed pattern, each re-armed when it was complete.
-
-        `vecs` are the first loads, of slot `first_slot` and those after it. Vectors that are not complete are loaded again,
-        together, up to `spin_budget` times.
-        """
-        least = _least_words(vecs)
-        self._rearm(at, [word != ARMED for word in least])
-        polls = Int32(0)
-        while tree(ptx.imin, least) == ARMED:
-            polls = polls + 1
-            if (polls == spin_budget) & (spin_budget != 0):
-                slot, col = self._first_empty(least, first_slot, cols)
-                ptx.trap_with_record(fault.toint(), fault_tag, row, slot, col)
-            empty = [word == ARMED for word in least]
-            vecs = [ptx.ld_vec_mailbox_where(*each) for each in zip(at, vecs, empty, strict=True)]
-            least = _least_words(vecs)
-            self._rearm(at, [was & (word != ARMED) for was, word in zip(empty, least, strict=True)])
-        return vecs
-
-    def _rearm(self, at, enabled):
-        """Empties the mailbox vectors that `enabled` names."""
-        for address, on in zip(at, enabled, strict=True):
-            ptx.st_vec_mailbox_where(address, (Int32(ARMED),) * 4, on)
-
-    def _first_empty(self, least, first_slot, cols):
-        """Returns slot and column of the first vector that is not complete, by the least word of each."""
-        slot, col = Int32(first_slot), cols[0]
-        for i, word in reversed(list(enumerate(least))):
-            slot = select(word == ARMED, Int32(first_slot + i // self.vectors), slot)
-            col = select(word == ARMED, cols[i % self.vectors], col)
-        return slot, col
 
     def _meanwhile(self, vx, vo, written, row, cols, has_block, has_aux):
         """Stores the updated prefix while the last exchange's sums travel.
@@ -503,15 +428,3 @@ def _store(addresses, values, inv, weight):
     y = [value * inv * factor for value, factor in zip(values, weight, strict=True)]
     for i, address in enumerate(addresses):
         ptx.st_vec(address, pack(y[i * VEC : (i + 1) * VEC]))
-
-
-def _least_words(vecs):
-    """The least word of each vector: ARMED, which is the least of all, if the vector is not complete."""
-    return [tree(ptx.imin, list(vec)) for vec in vecs]
-
-
-def _add_slots(total, vecs):
-    """Adds the elements of a vector's slots, in their order, to `total`, which is empty before the first."""
-    for vec in vecs:
-        total = [a + b for a, b in zip(total, unpack(vec), strict=True)] if total else unpack(vec)
-    return total
