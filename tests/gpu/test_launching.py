@@ -235,7 +235,7 @@ def test_a_ring_waits_for_late_publishers(name, choose, consumer, banks):
     torch.cuda.synchronize(consumer.device)
     launch()
     wait(consumer.device, "warm-up")
-    for _ in range(20):
+    for _ in range(40):
         refill(prepared)
         reference.arm(source[:, :rows])
         torch.cuda.synchronize(consumer.device)
