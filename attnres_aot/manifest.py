@@ -119,7 +119,7 @@ class ImageRecord:
     """Register spills, bytes per thread."""
     critical_instructions: int
     """Instructions that a chain of dependent launches cannot overlap: from the wait for what the kernel depends on to
-    its last exit; from its start where it does not wait, or only waits at its end."""
+    the next exit, which rare cases follow; from its start where it does not wait, or only waits at its end."""
     budget: BudgetRecord
     """What the build allowed."""
     build_key: str

@@ -238,9 +238,12 @@ def _opcodes(code: bytes) -> Iterator[int]:
 def _critical_instructions(code: bytes) -> int:
     opcodes = list(_opcodes(code))
     exits = [i for i, opcode in enumerate(opcodes) if opcode == _EXIT] or [len(opcodes) - 1]
-    waits = [i for i, opcode in enumerate(opcodes[: exits[-1]]) if opcode == _ACQBULK]
-    start = waits[0] + 1 if waits and exits[-1] - waits[0] > _LAST_WAIT else 0
-    return next(i for i in exits if i >= start) + 1 - start
+    wait = next((i for i, opcode in enumerate(opcodes[: exits[-1]]) if opcode == _ACQBULK), None)
+    if wait is not None:
+        end = next(i for i in exits if i > wait)
+        if end - wait > _LAST_WAIT:
+            return end - wait
+    return exits[0] + 1
 
 
 def _split_shuffles(code: bytes) -> int:

@@ -4,20 +4,20 @@ Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and 
 
     P       = bf16(prefix + d)            or d without delta;  d = delta row, or bf16(sum over mailbox slots)
     logit_s = (v_s . w) * rsqrt(v_s . v_s / H + eps)
-    p       = softmax(logit_0 .. logit_{nb-1}),  M = sum_s p_s v_s,  m = max_s logit_s,  l = sum_s exp(logit_s - m)
-    A : B   = l exp(m - t) : exp(logit_P - t),  t = max(m, logit_P),  A + B = 1
-    mix     = A M + B P
+    m       = max_s logit_s,  l = sum_s exp(logit_s - m),  M = sum_s exp(logit_s - m) v_s          over the saved blocks
+    A, B    = exp(m - t), exp(logit_P - t),  t = max(m, logit_P)
+    mix     = (A M + B P) / (A l + B)
     out     = bf16(mix * rsqrt(mix . mix / H + out_eps) * out_norm)
 
-The shares of a mixture add up to at most 1, so no intermediate exceeds the largest source. They need not add up to 1: with
-a sum s from 1/16 to 1, s times the mixture and out_eps * s^2 in the place of out_eps give the same output, which spares
-divisions. Two orders of the same work:
+Only `final` divides by s = A l + B: the output of s * mix with out_eps * s^2 in the place of out_eps is the same. l, M and B
+are kept 2**SPARE smaller than above, so that s is from 1/16 to 1 and no intermediate exceeds the largest source. Two orders
+of the same work:
 
 split   For an ordinary source, and for many blocks. What depends on the saved blocks alone (m, l, M) is computed before
         the delta is needed, with an exchange of 2 nb sums. One exchange of four sums remains after it, because
-        mix . mix = A^2 (M . M) + 2 A B (M . P) + B^2 (P . P). With statistics only that one is left.
-gram    For a mailbox and few blocks: all products of all sources in one exchange, p over all of them, and
-        mix . mix = sum_st p_s p_t (v_s . v_t).
+        s^2 mix . mix = A^2 (M . M) + 2 A B (M . P) + B^2 (P . P). With statistics only that one is left.
+gram    For a mailbox and few blocks: all products of all sources in one exchange, shares p_s of all of them, and
+        s^2 mix . mix = sum_st p_s p_t (v_s . v_t).
 
 Where the sum for mix . mix cancels (below CANCEL of its positive terms) its rounding error would show, and the cluster
 agrees, from identical bits, to sum the squares of mix itself and to store the output once more: the store before it is
@@ -47,20 +47,19 @@ In a chain of dependent launches what follows the wait is the critical path, so 
 while the last exchange's sums travel: the delta's address is translated (a prefetch), the cluster barrier is passed, M . M
 is added up and left in shared memory, which also keeps the compiler from putting M off, and the updated prefix is stored
 when the sums are under way, to addresses that are worked out then. With a mailbox nothing is waited for and the whole
-kernel is the critical path. There the cluster barrier is passed while the loads are under way, and all mailbox vectors are
-looked at together: in the common case all are full, and one branch says so.
+kernel is the critical path. There the cluster barrier is passed while the loads are under way, and the mailbox vectors of up
+to 8 slots are looked at together: in the common case all are full, and one branch says so.
 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
 
 from functools import partial
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from attnres_aot.kernels import ptx
-from attnres_aot.kernels.row_sums import RowSums, bounce, padded
+from attnres_aot.kernels.row_sums import RowSums, padded
 from attnres_aot.kernels.source import Source
 from attnres_aot.kernels.vectors import (
     LOG2_E,
@@ -74,7 +73,6 @@ from attnres_aot.kernels.vectors import (
     round_bf16,
     select,
     softmax,
-    tree,
     tree_sum,
     unpack,
     unpack_all,
@@ -238,13 +236,13 @@ class Consumer:
         vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
         look = partial(self.delta.look, source, row, cols, source_row_stride, source_slot_stride)
-        looked, m, l, mean = None, Float32(0.0), Float32(1.0), None
+        looked, m, l, mixed = None, Float32(0.0), Float32(1.0), None
         if const_expr(self.slots and self.split):
             exchanges = self._open_and_wait(tid, rank)
         if const_expr(self.split):
             self.sums.send_products(exchanges[0], [unpack_all(vecs) for vecs in vb], w, not self.slots)
         if const_expr(self.split and not self.early_loads):
-            m, l, mean = self._mix_blocks(exchanges, vb, eps)
+            m, l, mixed = self._mix_blocks(exchanges, vb, eps)
         vp = [ptx.ld_vec(vec_address(prefix, row, prefix_row_stride, c)) for c in cols] if self.has_delta else None
         vo = None
         if const_expr(self.early_loads or not self.slots):
@@ -252,7 +250,7 @@ class Consumer:
         if const_expr(self.slots):
             looked = look()
         if const_expr(self.split and self.early_loads):
-            m, l, mean = self._mix_blocks(exchanges, vb, eps)
+            m, l, mixed = self._mix_blocks(exchanges, vb, eps)
         if const_expr(not self.slots):
             for i in range_constexpr(self.vectors):
                 ptx.prefetch(vec_address(source, row, source_row_stride, cols[i]))
@@ -265,7 +263,7 @@ class Consumer:
         if const_expr(self.stats or not self.slots):
             cute.arch.griddepcontrol_wait()
         if const_expr(self.stats):
-            m, l, mean = self._load_statistics(mixture, scal, row, cols)
+            m, l, mixed = self._load_statistics(mixture, scal, row, cols)
 
         if const_expr(not self.slots):
             looked = look()
@@ -284,7 +282,7 @@ class Consumer:
         if const_expr(self.gram):
             self._mix_all(exchanges, vb, x, w, eps, out_eps, meanwhile)
         else:
-            self._fold(exchanges, x, w, m, l, mean, eps, out_eps, meanwhile)
+            self._fold(exchanges, x, w, m, l, mixed, eps, out_eps, meanwhile)
         if const_expr(self.slots and not self.stats):
             # Later launches wait for this grid alone, so it must not finish before the grid that it follows.
             cute.arch.griddepcontrol_wait()
@@ -299,10 +297,10 @@ class Consumer:
         """Returns (m, l, M) over the saved blocks, l and M by 2**SPARE too small: softmax in every thread, M per element."""
         logits = self.sums.receive_logits(exchanges[0], self.nb, self.inv_hidden, eps)
         m, e, l = softmax(logits, partial(quick_exp, halvings=SPARE))
-        mean = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])
+        mixed = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])
         if not self.slots:
-            self.sums.leave_early(exchanges[1], dot(mean, mean))
-        return m, l, mean
+            self.sums.leave_early(exchanges[1], dot(mixed, mixed))
+        return m, l, mixed
 
     def _mix_all(self, exchanges, vb, x, w, eps, out_eps, meanwhile):
         """Stores the output over the saved blocks and the updated prefix `x`, by one exchange of all sums.
@@ -363,10 +361,10 @@ class Consumer:
             for i in range_constexpr(self.vectors):
                 ptx.st_vec(aux_at[i], vx[i])
 
-    def _fold(self, exchanges, x, w, m, l, mean, eps, out_eps, meanwhile):
+    def _fold(self, exchanges, x, w, m, l, mixed, eps, out_eps, meanwhile):
         """Stores the output: folds the updated prefix `x` into the mixture of the saved blocks.
 
-        With the larger of exp(m) and exp(logit) as the unit, the shares are a of M, or `mean`, and b of `x`, of which one is
+        With the larger of exp(m) and exp(logit) as the unit, the shares are a of M, or `mixed`, and b of `x`, of which one is
         constant and the other has the factor e <= 1, the square of an exponential of half the difference. The mean square of
         a M + b x, and out_eps s^2, are a polynomial in e whose coefficients are there before e is. It has cancelled by
         1 / CANCEL only where its first and last terms are alike, so the first tells.
@@ -375,22 +373,22 @@ class Consumer:
         h, unit, most_b = self.inv_hidden, 0.5 * LOG2_E, 2.0**-SPARE
         m = m * unit
         early = not self.slots and not self.stats
-        last = None if early else dot(mean, mean)
-        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mean, x), last], early)
+        last = None if early else dot(mixed, mixed)
+        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mixed, x), last], early)
         weight, out_at = meanwhile()
         xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
         over = (xw * unit) * ptx.rsqrt(xx * h + eps) - m
         half = ptx.exp2_normal(-ptx.fabs(over))
         above = over > 0.0
-        of_mean = mm * h + out_eps * (l * l)
+        of_mixed = mm * h + out_eps * (l * l)
         of_x = xx * (h * most_b**2) + out_eps * most_b**2
         of_both = mx * (h * 2.0 * most_b) + out_eps * (2.0 * most_b) * l
-        first, last = select(above, of_x, of_mean), select(above, of_mean, of_x)
+        first, last = select(above, of_x, of_mixed), select(above, of_mixed, of_x)
         e = half * half
         square = (last * e + of_both) * e + first
         a, b = select(above, e, Float32(1.0)), select(above, Float32(most_b), most_b * e)
         cancelled = square < first * (2.5 * CANCEL)
-        self._finish(exchanges[2], combine([a, b], [mean, x]), a * l + b, square, cancelled, weight, out_eps, out_at)
+        self._finish(exchanges[2], combine([a, b], [mixed, x]), a * l + b, square, cancelled, weight, out_eps, out_at)
 
     def _finish(self, exchange, mix, s, square, cancelled, weight, out_eps, out_at):
         """Stores the output from `mix`, s times the mixture.

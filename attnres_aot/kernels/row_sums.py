@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Int32, Uint32, const_expr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.vectors import dot, select, tree_sum

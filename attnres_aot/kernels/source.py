@@ -1,8 +1,9 @@
 """The delta row that a consumer takes: of an ordinary source, or of a mailbox, which is polled and armed again.
 
 A mailbox row has `slots` parts, which are added in the order of the slots and rounded once. A vector of one is complete
-when none of its words is ARMED; a publisher writes no such word. The vectors of all slots are loaded at once and those that
-are not complete again, together, so that a full mailbox costs one branch. Each is armed as soon as it is complete.
+when none of its words is ARMED; a publisher writes no such word. The vectors of all slots are loaded at once. Those of up to
+TOGETHER slots are looked at together, so that one branch says that they are complete; what is not is loaded again, together.
+Each is armed as soon as it is complete.
 """
 
 import cutlass
@@ -74,7 +75,7 @@ class Source:
         """Returns the mailbox vectors at `at` once no word of any is the armed pattern, each re-armed when it was complete.
 
         `vecs` are the first loads, of slot `first_slot` and those after it. Vectors that are not complete are loaded again,
-        together, up to `spin_budget` times.
+        together; if `spin_budget` looks, the first one included, do not find all complete, the kernel traps.
         """
         least = _least_words(vecs)
         self._rearm(at, [word != ARMED for word in least])

@@ -6,7 +6,7 @@ Per row, with w = norm * query, over saved blocks v_0 .. v_{nb-1}:
     m       = max_s logit_s
     e_s     = exp(logit_s - m)
     l       = sum_s e_s
-    mixture = sum_s e_s v_s          (un-normalised: the consumer divides by l)
+    mixture = sum_s e_s v_s          (un-normalised, as the consumer takes it)
 
 | operand     | shape        | type | strides            | align | access |
 |-------------|--------------|------|--------------------|-------|--------|
