@@ -188,3 +188,25 @@ def test_what_is_no_kernel_of_ours_is_an_error():
     for text in (HEAD.replace(".b64 ", ".f64 "), HEAD.replace("room[256]", "room"), "nothing"):
         with pytest.raises(PtxError, match=r"unknown declaration|not the text"):
             parse(text + "\tret;\n}\n")
+
+
+def test_only_its_writer_may_write_a_word_again_and_only_where_that_is_allowed():
+    data = torch.zeros(8, dtype=torch.int32)
+    segment = Segment.over(data)
+    segment.allow(data.view(torch.bfloat16), "writable")
+    segment.allow(data[:4].view(torch.bfloat16), "rewritable")
+    memory = GlobalMemory(segment)
+
+    def store(word: int, value: int, thread: int) -> None:
+        address = torch.tensor([data.data_ptr() + 4 * word])
+        memory.store(address, torch.tensor([[value]], dtype=torch.int32), torch.tensor([True]), torch.tensor([thread]))
+
+    store(0, 1, thread=5)
+    store(0, 2, thread=5)
+    assert data[0] == 2
+    with pytest.raises(PtxError, match="written twice"):
+        store(0, 3, thread=6)
+    store(4, 1, thread=5)
+    with pytest.raises(PtxError, match="written twice"):
+        store(4, 2, thread=5)
+    assert data[4] == 1
