@@ -65,11 +65,11 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
         "rows_per_cluster": 1,
         "smem_dynamic_bytes": 0,
         "pdl": True,
-        **_order(spec),
+        **_early_loads(spec),
     }
 
 
-def _order(spec: ImageSpec) -> dict[str, int]:
+def _early_loads(spec: ImageSpec) -> dict[str, int]:
     """Whether a consumer has the registers to load early; more than 8 slots or two vectors per thread leave none."""
     return {"early_loads": int(not spec.wide and spec.slots <= 8)} if isinstance(spec, ConsumerSpec) else {}
 

@@ -240,7 +240,7 @@ class Consumer:
         if const_expr(self.slots and self.split):
             exchanges = self._open_and_wait(tid, rank)
         if const_expr(self.split):
-            self.sums.send_products(exchanges[0], [unpack_all(vecs) for vecs in vb], w, not self.slots)
+            self.sums.send_products(exchanges[0], [unpack_all(vecs) for vecs in vb], w, cluster_waits=not self.slots)
         if const_expr(self.split and not self.early_loads):
             m, l, mixed = self._mix_blocks(exchanges, vb, eps)
         vp = [ptx.ld_vec(vec_address(prefix, row, prefix_row_stride, c)) for c in cols] if self.has_delta else None
@@ -373,8 +373,8 @@ class Consumer:
         h, unit, most_b = self.inv_hidden, 0.5 * LOG2_E, 2.0**-SPARE
         m = m * unit
         early = not self.slots and not self.stats
-        last = None if early else dot(mixed, mixed)
-        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mixed, x), last], early)
+        own = None if early else dot(mixed, mixed)
+        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mixed, x), own], early)
         weight, out_at = meanwhile()
         xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
         over = (xw * unit) * ptx.rsqrt(xx * h + eps) - m

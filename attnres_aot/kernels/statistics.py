@@ -108,7 +108,7 @@ class Statistics:
         vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
 
-        self.sums.send_products(exchange, [unpack_all(vecs) for vecs in vb], w, True)
+        self.sums.send_products(exchange, [unpack_all(vecs) for vecs in vb], w, cluster_waits=True)
         logits = self.sums.receive_logits(exchange, self.nb, self.inv_hidden, eps)
         m, e, l = softmax(logits)
         mixed = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])

@@ -19,7 +19,7 @@ RULES = {
     READY: "consumer whose statistics were there long before, against the plain consumer",
 }
 MARGIN = 0.05
-"""By how much statistics must win: what is closer is a tie, and a tie leaves them off. Runs differ by up to 3 %."""
+"""By how much statistics must win: what is closer is a tie, and a tie leaves them off. Runs differ by 1 to 3 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
