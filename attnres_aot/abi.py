@@ -70,6 +70,7 @@ CONSUMER_PARAMS = lay_out(
         ("rows", "i32"),
         ("spin_budget", "i32"),  # polls before a ring kernel traps; 0: never
         ("fault_tag", "i32"),  # written to the fault record to name the launch
+        ("early", "i32"),  # nonzero: a mailbox is polled, and everything written, before the dependency wait
         ("eps", "f32"),  # MIN_EPS or more, as out_eps
         ("out_eps", "f32"),
     ]

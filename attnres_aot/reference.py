@@ -24,8 +24,10 @@ NEGATIVE_ZERO = -0x8000
 """Bits of bf16 -0.0 as int16: what a publisher never writes."""
 FP32_ROUNDING = 2.0**-24
 """Unit roundoff of fp32."""
-ERROR_FACTOR = 8.0
-"""Rounding errors granted per fp32 quantity: a few operations, an approximate exp2 and rsqrt among them."""
+ERROR_FACTOR = 12.0
+"""Rounding errors granted per fp32 quantity: a few operations, an rsqrt or the square of an exp2 (2**-22)."""
+LARGEST_SQUARES = 2.0**127
+"""Sum of squares of a source up to which a kernel must give a finite result, with a factor of 2 to spare in fp32."""
 SMALLEST_FP32 = 2.0**-149
 """Smallest fp32 subnormal: the absolute rounding error where results underflow."""
 
@@ -70,6 +72,8 @@ class Expected:
     """[rows, H] bf16: smallest value that fp32 arithmetic may return where the result is ill-conditioned."""
     high: Tensor
     """[rows, H] bf16: largest such value."""
+    defined: Tensor
+    """[rows] bool: fp32 holds the sum of squares of every source; elsewhere NaN or Inf may stand for what is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ class ExactStatistics:
     """[rows]."""
     mixture_error: Tensor
     """[rows, H]."""
+    defined: Tensor
+    """[rows] bool, as in `Expected`."""
 
 
 def consume(variant: Variant, operands: Operands) -> Expected:
@@ -104,6 +110,7 @@ def consume(variant: Variant, operands: Operands) -> Expected:
     point = updated.double()
     eps, out_eps = fp32(operands.eps), fp32(operands.out_eps)
     weight = operands.norm.double() * operands.query.double()
+    sources = [point]
     if variant.key.nb == 0:
         mix, error = point, torch.zeros_like(point)
     elif variant.stats:
@@ -115,12 +122,18 @@ def consume(variant: Variant, operands: Operands) -> Expected:
         values = torch.stack([operands.mixture[:rows].double() / total[:, None], point], 1)
         logits = torch.stack([maximum, logit], 1)
         spreads = torch.stack([torch.zeros_like(spread), spread], 1)
+        sources.append(operands.mixture[:rows].double())
         mix, error = _mix(values, logits, spreads, torch.stack([total, torch.ones_like(total)], 1))
     else:
         values = torch.cat([operands.blocks[:, : variant.key.nb].double(), point[:, None]], 1)
         logits, spreads = _logits(values, weight, eps)
+        sources += values[:, :-1].unbind(1)
         mix, error = _mix(values, logits, spreads, torch.ones_like(logits))
-    return _normalise(mix, error, operands.out_norm.double(), out_eps, updated, final=variant.key.final)
+    return Expected(
+        updated=updated,
+        defined=_squares_fit(torch.stack(sources, 1)),
+        **_normalise(mix, error, operands.out_norm.double(), out_eps, final=variant.key.final),
+    )
 
 
 def updated_prefix(variant: Variant, operands: Operands) -> Tensor:
@@ -169,6 +182,7 @@ def exact_statistics(blocks: Tensor, nb: int, norm: Tensor, query: Tensor, eps: 
         maximum_error=moved.amax(-1),
         total_error=off.sum(-1),
         mixture_error=torch.einsum("rs,rsh->rh", off, values.abs()) + 4 * SMALLEST_FP32,
+        defined=_squares_fit(values),
     )
 
 
@@ -221,6 +235,12 @@ def _logits(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
     return terms.sum(-1) * scale, terms.square().sum(-1).sqrt() * scale
 
 
+def _squares_fit(values: Tensor) -> Tensor:
+    """Tells [rows] of `values` [rows, sources, H] where no finite source is too large for its squares."""
+    largest = values.square().sum(-1).amax(-1)
+    return (largest <= LARGEST_SQUARES) | ~largest.isfinite()
+
+
 def _mix(values: Tensor, logits: Tensor, spreads: Tensor, multiplicity: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the softmax mixture [rows, H] of `values` [rows, sources, H] and the fp32 error to expect of it."""
     maximum = logits.amax(-1, keepdim=True)
@@ -245,9 +265,8 @@ def _mix_error(values: Tensor, weights: Tensor, mix: Tensor, logit_size: Tensor)
     return unit * moved + 4 * SMALLEST_FP32
 
 
-def _normalise(
-    mix: Tensor, error: Tensor, out_norm: Tensor, out_eps: float, updated: Tensor, *, final: bool
-) -> Expected:
+def _normalise(mix: Tensor, error: Tensor, out_norm: Tensor, out_eps: float, *, final: bool) -> dict[str, Tensor]:
+    """Returns the output, its rounding and its bounds, by the names of their fields in `Expected`."""
     low, high = mix - error, mix + error
     if final:
         mix, low, high = (round_to_bf16(value).double() for value in (mix, low, high))
@@ -257,10 +276,9 @@ def _normalise(
     scale_error = error.square().mean(-1, keepdim=True).sqrt() * scale + ERROR_FACTOR * FP32_ROUNDING
     slack = exact.abs() * scale_error + SMALLEST_FP32
     ends = torch.stack([low * gain, high * gain])
-    return Expected(
-        updated=updated,
-        exact=exact,
-        out=round_to_bf16(exact),
-        low=round_to_bf16(ends.amin(0) - slack),
-        high=round_to_bf16(ends.amax(0) + slack),
-    )
+    return {
+        "exact": exact,
+        "out": round_to_bf16(exact),
+        "low": round_to_bf16(ends.amin(0) - slack),
+        "high": round_to_bf16(ends.amax(0) + slack),
+    }

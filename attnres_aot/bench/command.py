@@ -32,10 +32,11 @@ from attnres_aot.errors import UsageError
 from attnres_aot.row_counts import parse_rows
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.pdl import EARLY, Pdl
 
 PARTS = ("gpu", "host", "cold-start")
 """What a run measures unless told otherwise."""
-_SWITCH = {"on": (True,), "off": (False,), "both": (True, False)}
+_MODES: dict[str, tuple[Pdl, ...]] = {"on": (True,), "early": (EARLY,), "off": (False,), "all": (True, EARLY, False)}
 _L2 = {WARM: (False,), COLD: (True,), "both": (False, True)}
 _MAX_SOAK = 10**9
 
@@ -89,7 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "stand for the model)",
     )
     parser.add_argument("--rows", help=f"row counts, 1 to {MAX_ROWS}, e.g. 1,16,64 (default: 1 to 64)")
-    parser.add_argument("--pdl", choices=tuple(_SWITCH), default="both", help="launch modes (default: %(default)s)")
+    parser.add_argument(
+        "--pdl",
+        choices=tuple(_MODES),
+        default="all",
+        help="launch modes; early is one of its own for mailboxes only (default: %(default)s)",
+    )
     parser.add_argument(
         "--l2",
         choices=tuple(_L2),
@@ -159,14 +165,14 @@ def read_request(args: argparse.Namespace) -> Request:
         raise UsageError(f"--threshold {args.threshold:g}: percent from 0 to 1000 are wanted")
     if args.load is not None and not args.compare:
         raise UsageError("--load measures nothing, so there must be something to compare with: add --compare FILE")
-    pdl, l2 = ("on", WARM) if args.quick and (args.pdl, args.l2) == ("both", "both") else (args.pdl, args.l2)
+    pdl, l2 = ("on", WARM) if args.quick and (args.pdl, args.l2) == ("all", "both") else (args.pdl, args.l2)
     rows = parse_rows(args.rows, MAX_ROWS) if args.rows is not None else QUICK_ROWS if args.quick else ()
     parts = tuple(part for part in PARTS if args.part is None or part in args.part)
     return Request(
         bundle=args.bundle,
         device=args.device,
         parts=parts,
-        selection=Selection(globs=tuple(args.variants), rows=rows, pdl=_SWITCH[pdl], cold=_L2[l2]),
+        selection=Selection(globs=tuple(args.variants), rows=rows, pdl=_MODES[pdl], cold=_L2[l2]),
         effort=QUICK if args.quick else STANDARD,
         processes=1 if args.quick else 3,
         soak=args.soak,

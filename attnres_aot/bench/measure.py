@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from attnres_aot.bench import show
 from attnres_aot.bench.context import measure_context
 from attnres_aot.bench.host import shape_of
-from attnres_aot.bench.points import CHAIN, PUBLISHED, RING, Point, Selection, Series, rows_for, select
+from attnres_aot.bench.points import CHAIN, PUBLISHED, RING, Point, Selection, Series, modes_for, rows_for, select
 from attnres_aot.bench.results import COLD, WARM, Context, Timing
 from attnres_aot.bench.rig import Job, Rig, traffic
 from attnres_aot.bench.traffic import copy_traffic, floor_us
+from attnres_aot.runtime.pdl import Pdl
 
 
 class PointTimer:
@@ -76,7 +77,8 @@ def measure_gpu(rig: Rig, selection: Selection, echo: Callable[[str], None]) -> 
     lines = select(rig.loaded.bundle.manifest, selection)
     rows = _columns(lines, selection, rig)
     width = show.name_width(lines)
-    context = measure_context(rig, shape_of(rig, lines[0].variant, rows[0]), rows, selection.pdl)
+    empty = dict.fromkeys(bool(pdl) for pdl in selection.pdl)
+    context = measure_context(rig, shape_of(rig, lines[0].variant, rows[0]), rows, tuple(empty))
     for text in show.context_lines(context, rows, width):
         echo(text)
     timer = PointTimer(rig, context)
@@ -97,12 +99,12 @@ def measure_gpu(rig: Rig, selection: Selection, echo: Callable[[str], None]) -> 
     return context, tuple(timings)
 
 
-def _tables(lines: Sequence[Series], selection: Selection) -> Iterator[tuple[str, list[Series], bool, bool]]:
+def _tables(lines: Sequence[Series], selection: Selection) -> Iterator[tuple[str, list[Series], Pdl, bool]]:
     """Yields (title, lines, PDL, cold) of each table."""
     for cold in selection.cold:
         for pdl in selection.pdl:
             for ring in (False, True):
-                group = [line for line in lines if (line.work == RING) == ring]
+                group = [line for line in lines if (line.work == RING) == ring and pdl in modes_for(line, selection)]
                 if group:
                     yield show.group_title(ring=ring, pdl=pdl, l2=COLD if cold else WARM), group, pdl, cold
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.manifest import Manifest
+from attnres_aot.runtime.pdl import EARLY, Pdl
 from attnres_aot.variants import PUBLISH, STATISTICS, ConsumerKey, Producer, Variant, parse_variant
 
 CONSUMER, RING, CHAIN, PUBLISHED = "consumer", "ring", "statistics+consumer", "publish+consumer"
@@ -44,8 +45,8 @@ class Point:
     """What runs."""
     rows: int
     """Rows of each launch."""
-    pdl: bool
-    """Launched with programmatic stream serialization."""
+    pdl: Pdl
+    """Launch mode."""
     cold: bool
     """Every launch works on memory that the L2 no longer holds."""
 
@@ -58,7 +59,7 @@ class Selection:
     """Patterns of variant names; none: the default variants."""
     rows: tuple[int, ...]
     """Row counts; none: the default ones of each kind of work."""
-    pdl: tuple[bool, ...]
+    pdl: tuple[Pdl, ...]
     """Launch modes."""
     cold: tuple[bool, ...]
     """L2 states."""
@@ -138,6 +139,11 @@ def select(manifest: Manifest, selection: Selection) -> list[Series]:
     if any(record.name == PUBLISH for record in manifest.producers):
         lines += [Series(work=PUBLISHED, variant=variant) for variant in ring if variant.slots == 1]
     return [*lines, *(Series(work=RING, variant=variant) for variant in ring)]
+
+
+def modes_for(series: Series, selection: Selection) -> tuple[Pdl, ...]:
+    """Returns the launch modes of one line: "early" is a mode of its own for mailboxes only."""
+    return tuple(pdl for pdl in selection.pdl if series.variant.slots or pdl != EARLY)
 
 
 def _with_statistics(manifest: Manifest, variant: Variant) -> list[Series]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from attnres_aot.errors import UsageError
 from attnres_aot.manifest import to_json
+from attnres_aot.runtime.pdl import Pdl
 
 SCHEMA = 1
 """Number of the result format."""
@@ -28,8 +29,8 @@ class Key(NamedTuple):
     """Variant name, or the way of launching."""
     rows: int
     """Rows of a launch."""
-    pdl: bool
-    """With programmatic stream serialization."""
+    pdl: Pdl
+    """Launch mode."""
     l2: str
     """WARM or COLD."""
 
@@ -44,8 +45,8 @@ class Timing:
     """Variant name."""
     rows: int
     """Rows of a launch."""
-    pdl: bool
-    """With programmatic stream serialization."""
+    pdl: Pdl
+    """Launch mode."""
     l2: str
     """WARM or COLD."""
     us: float
@@ -71,8 +72,8 @@ class EmptyTime:
 
     rows: int
     """Rows, each one cluster."""
-    pdl: bool
-    """With programmatic stream serialization."""
+    pdl: Pdl
+    """Launch mode."""
     us: float
     """Microseconds per launch."""
 

@@ -18,6 +18,7 @@ from attnres_aot.bench.producers import bind_statistics_kernel
 from attnres_aot.bench.traffic import Traffic, consumer_traffic, copy_traffic, statistics_traffic
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import new_mailbox
+from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import PreparedPublish
 from attnres_aot.variants import Variant
@@ -44,8 +45,8 @@ class Job:
     """Which consumer; with slots, its mailbox is filled first."""
     rows: int
     """Rows."""
-    pdl: bool
-    """Launch consumer and statistics kernel with programmatic stream serialization."""
+    pdl: Pdl
+    """Launch mode of the consumer; the kernels before it have it too, as far as they know it."""
     cold: bool = False
     """With a cold L2."""
     statistics_before: bool = False
@@ -178,7 +179,7 @@ class Rig:
                     blocks=sets.blocks[index],
                     mixture=sets.mixture[index],
                     scal=sets.scal[index],
-                    pdl=job.pdl,
+                    pdl=bool(job.pdl),
                 )
             )
         if job.consumer:
@@ -187,7 +188,7 @@ class Rig:
 
     def _fill(self, job: Job, mailbox: torch.Tensor, source: torch.Tensor) -> Call:
         if job.publish:
-            return partial(PreparedPublish(mailbox, 0, self.loaded, pdl=job.pdl).run, source[0])
+            return partial(PreparedPublish(mailbox, 0, self.loaded, pdl=bool(job.pdl)).run, source[0])
         return partial(mailbox[:, : job.rows].copy_, source)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attnres_aot.bench.compare import Comparison, Ratio
 from attnres_aot.bench.points import Series, label
 from attnres_aot.bench.results import WARM, ColdStart, Context, HostCost, Key, Report, Setting, Soak, Timing
+from attnres_aot.runtime.pdl import Pdl, pdl_name
 
 _CELL = 8
 _SHOWN = 20
@@ -32,10 +33,10 @@ def table_line(name: str, values: Mapping[int, float], rows: Sequence[int], widt
     return f"{name:<{width}}" + "".join(cells)
 
 
-def group_title(*, ring: bool, pdl: bool, l2: str) -> str:
+def group_title(*, ring: bool, pdl: Pdl, l2: str) -> str:
     """Names a table of GPU times."""
     what = "Copy into the mailbox + consumer, less the copy alone" if ring else "GPU time"
-    return f"{what}, us; PDL {'on' if pdl else 'off'}, {l2} L2"
+    return f"{what}, us; PDL {pdl_name(pdl)}, {l2} L2"
 
 
 def name_width(lines: Iterable[Series]) -> int:
@@ -176,6 +177,6 @@ def _describe(ratio: Ratio) -> str:
         return f"host, {key.variant}: {ratio.old_us:.2f} -> {ratio.new_us:.2f} us ({ratio.ratio:.2f}x)"
     state = "" if key.l2 == WARM else ", cold"
     return (
-        f"{key.work} {key.variant}, {key.rows} rows, PDL {'on' if key.pdl else 'off'}{state}: "
+        f"{key.work} {key.variant}, {key.rows} rows, PDL {pdl_name(key.pdl)}{state}: "
         f"{ratio.old_us:.2f} -> {ratio.new_us:.2f} us ({ratio.ratio:.2f}x)"
     )

@@ -44,8 +44,8 @@ def judge(prepared: Prepared) -> Verdict:
     """Compares the memory of a case after its launch with what it must hold; one host synchronisation when right."""
     limit = ulp_limit(prepared.case.variant)
     out, expected = prepared.arena.views.out, prepared.expected
-    typical, defined = prepared.bank.typical[prepared.rows], prepared.bank.defined[prepared.rows]
-    comparison = _compare_out(out, expected, defined, limit)
+    typical = prepared.bank.typical[prepared.rows]
+    comparison = _compare_out(out, expected, limit)
     wanted = expected_memory(prepared)
     memory_differs = (prepared.arena.words != wanted.words).any()
     error, size = (
@@ -66,7 +66,7 @@ def judge(prepared: Prepared) -> Verdict:
     if numbers[0]:
         problems += describe_memory(prepared.arena, prepared.before, wanted)
     if numbers[1]:
-        problems.append(_describe_out(prepared, comparison.masks_differ, "NaN or Inf elsewhere than the reference"))
+        problems.append(_describe_out(prepared, comparison.masks_differ, "NaN or Inf elsewhere than it must be"))
     if numbers[2]:
         problems.append(_describe_out(prepared, comparison.wrong, f"further off than {limit} ulp"))
     if relative_error is not None and not relative_error <= MAX_RELATIVE_ERROR:
@@ -106,7 +106,7 @@ class _Comparison:
     """Element by element, [rows, H]."""
 
     masks_differ: Tensor
-    """bool: NaN or Inf on one side only, or Inf of another sign."""
+    """bool: NaN or Inf on one side only, or Inf of another sign; not where NaN or Inf may stand for what is finite."""
     distance: Tensor
     """int32: bf16 steps from the rounded result; 0 where not compared."""
     excused: Tensor
@@ -115,15 +115,14 @@ class _Comparison:
     """bool: over the limit and outside the interval."""
 
 
-def _compare_out(out: Tensor, expected: reference.Expected, defined: Tensor, limit: int) -> _Comparison:
+def _compare_out(out: Tensor, expected: reference.Expected, limit: int) -> _Comparison:
     finite = out.isfinite() & expected.out.isfinite()
     same = (out.isnan() & expected.out.isnan()) | (out == expected.out)
-    compared = finite & defined[:, None]
-    distance = reference.ulp_distance(out, expected.out).masked_fill(~compared, 0)
+    distance = reference.ulp_distance(out, expected.out).masked_fill(~finite, 0)
     inside = (out >= expected.low) & (out <= expected.high)
     over = distance > limit
     return _Comparison(
-        masks_differ=~finite & ~same & defined[:, None],
+        masks_differ=~finite & ~same & (expected.defined[:, None] | ~expected.out.isfinite()),
         distance=distance,
         excused=over & inside,
         wrong=over & ~inside,

@@ -158,8 +158,6 @@ class Family:
     """Draws one row."""
     typical: bool = False
     """Well-conditioned random values: the rows that the relative error is taken over."""
-    defined: bool = True
-    """The contract fixes the output; otherwise only prefix, aux and blocks, and Inf or NaN stay in the row."""
 
 
 _NORMAL = Family(name="normal", make=lambda draw: draw.row(), typical=True)
@@ -180,8 +178,9 @@ FAMILIES = (
     _NORMAL,
     Family(name="tiny", make=lambda draw: draw.row(1e-22)),
     Family(name="signed-zeros", make=lambda draw: _signed_zeros(draw, 0.0)),
-    Family(name="overflowing", make=lambda draw: draw.row(1e38), defined=False),
+    Family(name="overflowing", make=lambda draw: draw.row(1e38)),
     Family(name="scales", make=_scales),
+    Family(name="overflowing-element", make=_with_special(3.39e38)),
     Family(name="nearly-armed", make=_nearly_armed),
     Family(name="negative-zero", make=_negative_zero),
     Family(name="negative-infinite", make=_with_special(-float("inf"))),
@@ -208,8 +207,6 @@ class Bank:
     families: tuple[Family, ...]
     """Family of each row."""
     typical: Tensor
-    """[BANK_ROWS] bool, from the families."""
-    defined: Tensor
     """[BANK_ROWS] bool, from the families."""
 
 
@@ -244,5 +241,4 @@ def draw_bank(hidden: int, seed: int, *, steep: bool, device: torch.device) -> B
         blocks=torch.stack([row.blocks for row in rows]).to(torch.bfloat16),
         families=families,
         typical=torch.tensor([family.typical for family in families], device=device),
-        defined=torch.tensor([family.defined for family in families], device=device),
     )

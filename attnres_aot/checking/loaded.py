@@ -13,6 +13,7 @@ from attnres_aot.checking.cases import Case
 from attnres_aot.checking.producers import ProducerCase
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import publish
 from attnres_aot.runtime.statistics import statistics
@@ -62,14 +63,14 @@ class LoadedConsumer:
         statistics(tensor("blocks"), *weights, case.eps, *written, nb=nb, bundle=self.loaded)
 
     def bind(
-        self, case: Case, views: Views, *, pdl: bool = False, spin_budget: int = SPIN_BUDGET
+        self, case: Case, views: Views, *, pdl: Pdl = False, spin_budget: int = SPIN_BUDGET
     ) -> Callable[[], torch.Tensor]:
         """Binds everything that `case` needs and returns what launches it and returns `views.out`.
 
         Args:
           case: which variant, and with what epsilons.
           views: operands of the launch.
-          pdl: launch with programmatic stream serialization.
+          pdl: launch mode.
           spin_budget: polls for its rows before a ring kernel gives up; 0 waits for ever.
         """
         variant = case.variant

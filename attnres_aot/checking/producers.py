@@ -213,7 +213,8 @@ def _judge(case: ProducerCase, bank: Bank, memory: Memory, before: Memory) -> _V
     for name in ("mixture", "scal"):
         wanted.tensor(name)[:rows].copy_(memory.tensor(name)[:rows])
     problems = describe_memory(memory, before, wanted) if bool((memory.words != wanted.words).any()) else []
-    defined, typical = (each[case.start : case.start + rows] for each in (bank.defined, bank.typical))
+    typical = bank.typical[case.start : case.start + rows]
+    judged = exact.defined | total.isfinite()  # a total that is not finite makes all of a consumer's output so
     scale = (maximum - exact.maximum).exp()
     m_off = (maximum - exact.maximum).abs() > exact.maximum_error
     l_off = _off(total, scale, exact.total, exact.total_error)
@@ -223,7 +224,7 @@ def _judge(case: ProducerCase, bank: Bank, memory: Memory, before: Memory) -> _V
         ("l", l_off, total, exact.total),
         ("mixture", mixture_off, mixture, exact.mixture),
     ):
-        wrong = off & (defined if off.dim() == 1 else defined[:, None])
+        wrong = off & (judged if off.dim() == 1 else judged[:, None])
         if bool(wrong.any()):
             problems.append(_describe(name, wrong, found, wants))
     errors = [

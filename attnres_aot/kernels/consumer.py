@@ -50,6 +50,9 @@ when the sums are under way, to addresses that are worked out then. With a mailb
 kernel is the critical path. There the cluster barrier is passed while the loads are under way, and the mailbox vectors of up
 to 8 slots are looked at together: in the common case all are full, and one branch says so.
 
+A source whose squares fp32 cannot add up makes its row NaN: its logit would be 0, and the output wrong. Without other
+sources the sum is repeated with smaller values.
+
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
 
@@ -68,6 +71,8 @@ from attnres_aot.kernels.vectors import (
     col_address,
     combine,
     dot,
+    logit,
+    overflow,
     pack,
     quick_exp,
     round_bf16,
@@ -86,6 +91,11 @@ SPARE = 4.0
 CANCEL = 2.0**-6
 """Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
 roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
+
+LARGEST = 3.4028234663852886e38
+"""Largest fp32."""
+DOWN = 2.0**-70
+"""Factor at which the squares of the largest bf16 values add up within fp32."""
 
 
 class Consumer:
@@ -124,7 +134,7 @@ class Consumer:
         """Numbers of values in the exchanges: of the blocks alone, of everything, of mix itself."""
         sources = self.nb + 1
         if not self.mixes:
-            return 0, 1, 0
+            return 0, 1, 1
         if self.gram:
             return 0, padded(2 * sources + sources * (sources - 1) // 2), 1
         return 0 if self.stats else max(4, padded(2 * self.nb)), 4, 1
@@ -154,6 +164,7 @@ class Consumer:
         rows: Int32,
         spin_budget: Int32,
         fault_tag: Int32,
+        early: Int32,
         eps: Float32,
         out_eps: Float32,
         stream,
@@ -182,6 +193,7 @@ class Consumer:
             rows,
             spin_budget,
             fault_tag,
+            early,
             eps,
             out_eps,
         ).launch(
@@ -219,6 +231,7 @@ class Consumer:
         rows: Int32,
         spin_budget: Int32,
         fault_tag: Int32,
+        early: Int32,
         eps: Float32,
         out_eps: Float32,
     ):
@@ -248,6 +261,7 @@ class Consumer:
         if const_expr(self.early_loads or not self.slots):
             vo = _load_weight(out_norm, cols)
         if const_expr(self.slots):
+            ptx.griddepcontrol_wait_unless(early)
             looked = look()
         if const_expr(self.split and self.early_loads):
             m, l, mixed = self._mix_blocks(exchanges, vb, eps)
@@ -312,6 +326,7 @@ class Consumer:
             weight, out_at = meanwhile()
             (square,) = self.sums.receive(exchanges[1], 1)
             _store(out_at, x, self._inv_rms(square, out_eps), weight)
+            self._store_huge(exchanges[2], x, square > LARGEST, out_eps, weight, out_at)
             return
         v = [*(unpack_all(vecs) for vecs in vb), x]
         n = len(v)
@@ -321,11 +336,11 @@ class Consumer:
         weight, out_at = meanwhile()
         sums = self.sums.receive(exchanges[1], len(sums))
         squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
-        logits = [vw * ptx.rsqrt(vv * self.inv_hidden + eps) for vv, vw in zip(squares, dots, strict=True)]
+        logits = [logit(vv, vw, self.inv_hidden, eps) for vv, vw in zip(squares, dots, strict=True)]
         _, p, s = softmax(logits, partial(quick_exp, halvings=SPARE))
         mix = combine(p, [*(unpack_all(vecs, launder=True) for vecs in vb), x])
-        terms = tree_sum([a * a * sq for a, sq in zip(p, squares, strict=True)])
-        twice = tree_sum([p[i] * p[j] * cross for (i, j), cross in zip(pairs, crosses, strict=False)])
+        terms = tree_sum([a * sq * a for a, sq in zip(p, squares, strict=True)])
+        twice = tree_sum([p[i] * cross * p[j] for (i, j), cross in zip(pairs, crosses, strict=False)])
         square = (terms + 2.0 * twice) * self.inv_hidden + out_eps * (s * s)
         cancelled = square < terms * (CANCEL * self.inv_hidden)
         self._finish(exchanges[2], mix, s, square, cancelled, weight, out_eps, out_at)
@@ -377,7 +392,9 @@ class Consumer:
         self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mixed, x), own], early)
         weight, out_at = meanwhile()
         xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
-        over = (xw * unit) * ptx.rsqrt(xx * h + eps) - m
+        over = logit(xx, xw * unit, h, eps) - m
+        if self.stats:  # those of blocks have their logits to say so
+            over = over + overflow(mm)
         half = ptx.exp2_normal(-ptx.fabs(over))
         above = over > 0.0
         of_mixed = mm * h + out_eps * (l * l)
@@ -407,6 +424,14 @@ class Consumer:
 
     def _inv_rms(self, square, floor):
         return ptx.rsqrt(square * self.inv_hidden + floor)
+
+    @cute.jit
+    def _store_huge(self, exchange, x, overflowed: Boolean, floor: Float32, weight, out_at):
+        """Where the sum of the squares of `x` has `overflowed`, stores the output once more, from those of x * DOWN."""
+        if overflowed:
+            x = [DOWN * value for value in x]
+            (square,) = self.sums.exchange(exchange, [dot(x, x)])
+            _store(out_at, x, self._inv_rms(square, floor * DOWN * DOWN), weight)
 
     @cute.jit
     def _store_again(self, exchange, mix, cancelled: Boolean, floor: Float32, weight, out_at):

@@ -290,6 +290,13 @@ def ld_shared_vec(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def griddepcontrol_wait_unless(flag, *, loc=None, ip=None):
+    """Waits for the grids that this one depends on, unless `flag`, alike in the whole grid, is nonzero."""
+    text = "{ .reg .pred on; setp.ne.s32 on, $0, 0; @!on griddepcontrol.wait; }"
+    _asm(None, [Int32(flag).ir_value(loc=loc, ip=ip)], text, "r,~{memory}", volatile=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def trap_with_record(fault, tag, row, slot, column, *, loc=None, ip=None):
     """Writes {tag, row, slot, column} to `fault` (a host-visible address, 0 for none) and stops the kernel."""
     operands = [Int64(fault).ir_value(loc=loc, ip=ip)]

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, const_expr
 
 from attnres_aot.kernels import ptx
-from attnres_aot.kernels.vectors import dot, select, tree_sum
+from attnres_aot.kernels.vectors import dot, logit, select, tree_sum
 
 WARP = 32
 """Threads of a warp."""
@@ -166,12 +166,12 @@ class RowSums:
         self._dispatch(exchange)
 
     def receive_logits(self, exchange, sources, inv_hidden, eps):
-        """Returns (v . w) * rsqrt(v . v * inv_hidden + eps) of each source v, alike in all threads, from `send_products`."""
+        """Returns the `logit` of each source, alike in all threads, from `send_products`."""
         half = exchange.count // 2
         ptx.mbarrier_wait(exchange.barrier)
         at = cute.arch.lane_idx() % half
         vv, vw = self._sum_column(exchange, at), self._sum_column(exchange, half + at)
-        return bounce(exchange.room, at, vw * ptx.rsqrt(vv * inv_hidden + eps), sources)
+        return bounce(exchange.room, at, logit(vv, vw, inv_hidden, eps), sources)
 
     def _sum_column(self, exchange, at):
         """Returns the row's sum of values[at], once all have arrived."""

@@ -65,6 +65,19 @@ def combine(weights, vectors):
     return total
 
 
+def logit(vv, vw, inv_hidden, eps):
+    """Returns (v . w) / rms(v) of a source from vv = v . v and vw = v . w; NaN where either has overflowed.
+
+    Without that an infinite vv would give a logit of 0, and the row a finite output that is wrong.
+    """
+    return vw * ptx.rsqrt(vv * inv_hidden + eps) + (overflow(vv) + overflow(vw))
+
+
+def overflow(x):
+    """Returns 0, or NaN for an infinite or NaN x."""
+    return x * 0.0
+
+
 def exp(x):
     """exp(x), relative error of exp2's approximation and the rounding of x * log2(e); subnormal results kept."""
     return ptx.exp2(x * LOG2_E)

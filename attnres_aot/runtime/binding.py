@@ -13,6 +13,7 @@ from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import mailbox_problems
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View, vector_problems
 from attnres_aot.runtime.overlap import SOURCE
+from attnres_aot.runtime.pdl import EARLY, Pdl
 from attnres_aot.runtime.weights import AttnResWeights
 from attnres_aot.variants import ConsumerKey, Variant
 
@@ -71,8 +72,8 @@ class Binding:
     """An aux copy is written."""
     statistics: Statistics | None
     """Statistics, where bound."""
-    pdl: bool
-    """Launch with programmatic stream serialization."""
+    pdl: Pdl
+    """Launch mode."""
     checks: bool
     """Check addresses."""
 
@@ -152,6 +153,7 @@ def constants(binding: Binding, views: tuple[View, ...], variant: Variant) -> di
         "out_eps": binding.eps[1],
     }
     if ring is not None:
+        values["early"] = int(binding.pdl == EARLY)
         values["source"] = ring.mailbox.data_ptr()
         values["source_row_stride"] = row_vectors
         values["source_slot_stride"] = ring.capacity * row_vectors

@@ -16,6 +16,7 @@ from attnres_aot.runtime.binding import Binding, Ring, Statistics, make_ring, ma
 from attnres_aot.runtime.fault import open_record
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.miss import variant_miss
+from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.weights import check_eps, check_weights
 from attnres_aot.variants import ConsumerKey, Variant
@@ -55,7 +56,7 @@ class BoundConsumer:
         eps: float | tuple[float, float],
         bundle: LoadedBundle,
         *,
-        pdl: bool,
+        pdl: Pdl,
         checks: bool,
         fallback: Fallback | None,
     ) -> None:
@@ -64,7 +65,7 @@ class BoundConsumer:
         self._weights = check_weights(weights, bundle.hidden)
         self._check_device("weights", self._weights.norm)
         self._eps = check_eps(eps)
-        self._pdl, self._checks = pdl, checks
+        self._pdl, self._checks = check_pdl(pdl), checks
         self._aux = False
         self._mailbox: Ring | None = None
         self._statistics: Statistics | None = None

@@ -9,6 +9,7 @@ import torch
 from attnres_aot.errors import OperandError
 from attnres_aot.records import dataclass
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.variants import Variant
 
@@ -36,7 +37,7 @@ class Consumer:
         aux: torch.Tensor | None = None,
         mixture: torch.Tensor | None = None,
         scal: torch.Tensor | None = None,
-        pdl: bool = False,
+        pdl: Pdl = False,
     ) -> torch.Tensor:
         """Launches once, on the current stream; the operands are those of `PreparedAttnRes`.
 
@@ -50,7 +51,7 @@ class Consumer:
           aux: [rows, H], for a variant with an aux copy.
           mixture: [cap, H] fp32, for a variant with statistics.
           scal: [cap, 2] fp32, for a variant with statistics.
-          pdl: launch with programmatic stream serialization.
+          pdl: launch mode, as for `PreparedAttnRes`.
 
         Returns:
           `out`.

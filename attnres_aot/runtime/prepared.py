@@ -16,6 +16,7 @@ from attnres_aot.runtime.bound import BoundConsumer
 from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.launch import NOTHING_TO_DO, Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.weights import read_target
 from attnres_aot.variants import ConsumerKey
@@ -31,10 +32,12 @@ class PreparedAttnRes(BoundConsumer):
     `run_ring` with the bound mailbox, on torch's current stream of the tensors' device. Several threads may launch the
     same object; binding is for one thread, before. All tensors are bf16, last stride 1, every row aligned to 16 bytes.
 
-    The default launch is ordered after everything earlier on the stream. With `pdl=True` a launch may start while its
-    predecessor still runs: prefix, blocks and weights must then have been complete before that predecessor started,
-    only the delta may come from it. `docs/loader.md` says what operands may share, and how graphs and compilers see
-    launches.
+    The default launch is ordered after everything earlier on the stream. With `pdl=True` a launch may start while the
+    kernel before it still runs: prefix, blocks and weights must then have been complete before that kernel started. All
+    else may come from it or be in its use, as nothing else is read, polled or written before it has ended. With
+    `pdl="early"` a launch with a mailbox does not wait for that: then the kernel before, and what may run beside it,
+    must not touch what this launch writes, nor consume or arm its mailbox. `docs/loader.md` has both tables, what
+    operands may share, and how graphs and compilers see launches.
 
     `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
     """
@@ -48,7 +51,7 @@ class PreparedAttnRes(BoundConsumer):
         eps: float | tuple[float, float],
         bundle: LoadedBundle | None = None,
         *,
-        pdl: bool = False,
+        pdl: Pdl = False,
         checks: bool = True,
         fallback: Fallback | None = None,
     ) -> None:
@@ -60,7 +63,7 @@ class PreparedAttnRes(BoundConsumer):
           key: which consumer.
           eps: epsilon of both norms, or a pair (under the logits, of the output norm); 1e-30 or more.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
-          pdl: launch with programmatic stream serialization.
+          pdl: False, True or "early": how a launch may overlap the kernel before it; see `attnres_aot.runtime.pdl`.
           checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off,
             their layout must follow from that of `out`; geometry is compared if an address or `out` changes.
           fallback: called with a `Missed` where the bundle lacks a variant, instead of raising.
@@ -84,7 +87,7 @@ class PreparedAttnRes(BoundConsumer):
         final: bool = False,
         has_delta: bool | None = None,
         bundle: LoadedBundle | None = None,
-        pdl: bool = False,
+        pdl: Pdl = False,
         checks: bool = True,
         fallback: Fallback | None = None,
     ) -> PreparedAttnRes:

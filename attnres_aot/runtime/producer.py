@@ -20,6 +20,7 @@ from attnres_aot.runtime.launch import NOTHING_TO_DO, UNBOUND, Launcher, Order, 
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.operands import Expected, View, check_geometry
 from attnres_aot.runtime.overlap import AddressCheck
+from attnres_aot.runtime.pdl import check_producer_pdl
 from attnres_aot.variants import Producer
 
 _MAX_PLANS = 256
@@ -45,7 +46,7 @@ class PreparedProducer(ABC):
         """
         bundle.producer_record(producer)
         self._producer, self._bundle = producer, bundle
-        self._pdl, self._checks = pdl, checks
+        self._pdl, self._checks = check_producer_pdl(pdl), checks
         self._plans: dict[Any, Plan] = {}
         self._plan: Launcher = UNBOUND
         self.handle = next(_numbers)

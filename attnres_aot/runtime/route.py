@@ -98,7 +98,7 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         constants=constants(binding, views, variant),
         pointers=tuple("source" if view.expected.name == SOURCE else view.expected.name for view in views),
         rows=rows,
-        pdl=binding.pdl,
+        pdl=bool(binding.pdl),
         accepts=make_guard(tensors),
         trusts=None if binding.checks else make_guard([tensors[-2] if binding.aux else tensors[-1]]),
         check=AddressCheck(views, fixed_memory(binding, rows)) if binding.checks else None,

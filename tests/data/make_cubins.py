@@ -14,7 +14,7 @@ from pathlib import Path
 OUT = Path(__file__).parent / "cubins"
 ARCHS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103", "sm_103a", "sm_120", "sm_120a")
 
-CONSUMER_PARAMS = [".u64"] * 11 + [".u32"] * 11 + [".f32"] * 2
+CONSUMER_PARAMS = [".u64"] * 11 + [".u32"] * 12 + [".f32"] * 2
 STATISTICS_PARAMS = [".u64"] * 5 + [".u32"] * 3 + [".f32"]
 PUBLISH_PARAMS = [".u64"] * 2 + [".u32"] * 2
 FIXED_BLOCK = ".reqntid 128, 1, 1"

@@ -160,6 +160,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "setp.gt.u32": lambda a, b: unsigned(a) > unsigned(b),
     "setp.gt.f32": lambda a, b: f32(a) > f32(b),
     "setp.geu.f32": unordered_or(torch.ge),
+    "setp.leu.f32": unordered_or(torch.le),
     "add.f32": binary(torch.add),
     "sub.f32": binary(torch.sub),
     "mul.f32": binary(torch.mul),

@@ -77,16 +77,17 @@ def vectors(view: Tensor, axis: int) -> int:
     return stride // VEC_BYTES
 
 
-def consumer_segment(variant: Variant, words: Tensor, views: Views, rows: int) -> Segment:
+def consumer_segment(variant: Variant, words: Tensor, views: Views, rows: int, *, early: bool) -> Segment:
     """The memory of a consumer's launch, with the rights that its contract gives."""
     memory = Segment.over(words)
     blocks, slots = views.blocks, variant.slots
+    late = () if early and slots else ("written_after_wait",)
     for weight in (views.norm, views.query, views.out_norm):
         memory.allow(weight, "readable")
-    memory.allow(views.prefix, "writable", *(["readable"] if variant.key.has_delta else []))
-    memory.allow(views.out, "writable", "rewritable")
+    memory.allow(views.prefix, "writable", *late, *(["readable"] if variant.key.has_delta else []))
+    memory.allow(views.out, "writable", "rewritable", *late)
     if slots:
-        memory.allow(views.source[:, :rows], "readable", "writable")
+        memory.allow(views.source[:, :rows], "readable", "writable", *(("after_wait",) if late else ()))
     else:
         memory.allow(views.source, "readable", "after_wait")
     if views.mixture is not None and views.scal is not None:
@@ -95,9 +96,9 @@ def consumer_segment(variant: Variant, words: Tensor, views: Views, rows: int) -
     else:
         memory.allow(blocks[:, : variant.key.nb], "readable")
     if variant.key.write is not None:
-        memory.allow(blocks[:, variant.key.write], "writable")
+        memory.allow(blocks[:, variant.key.write], "writable", *late)
     if views.aux is not None:
-        memory.allow(views.aux, "writable")
+        memory.allow(views.aux, "writable", *late)
     return memory
 
 
@@ -119,6 +120,8 @@ class CompiledImages:
     """Words that such a publisher never publishes."""
     spin_budget: int = 0
     """Polls before a trap; 0: never."""
+    early: bool = False
+    """Launch in the mode in which a mailbox may be polled, and everything written, before the dependency wait."""
     fault: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int32))
     """The record of a spin that ran out."""
     again: bool = False
@@ -148,12 +151,13 @@ class CompiledImages:
             "rows": rows,
             "spin_budget": self.spin_budget,
             "fault_tag": 77,
+            "early": int(self.early),
             "eps": case.eps,
             "out_eps": case.out_eps,
         }
         fault = Segment.over(self.fault)
         fault.allow(self.fault, "writable")
-        memory = GlobalMemory(consumer_segment(variant, words, views, rows), fault)
+        memory = GlobalMemory(consumer_segment(variant, words, views, rows, early=self.early), fault)
         world: World | None = None
         if self.late is not None and variant.slots:
             world = LatePublisher(

@@ -26,6 +26,8 @@ class Segment:
     """bool per word."""
     after_wait: Tensor
     """bool per word: touched only after the dependency wait."""
+    written_after_wait: Tensor
+    """bool per word: written only after the dependency wait."""
     rewritable: Tensor
     """bool per word: the thread that wrote it may write it again."""
     writer: Tensor = field(init=False)
@@ -53,7 +55,7 @@ class Segment:
             getattr(self, right).as_strided(words.shape, words.stride(), offset).fill_(True)
 
 
-_RIGHTS = ("readable", "writable", "after_wait", "rewritable")
+_RIGHTS = ("readable", "writable", "after_wait", "written_after_wait", "rewritable")
 
 
 class GlobalMemory:
@@ -79,6 +81,8 @@ class GlobalMemory:
     def store(self, address: Tensor, values: Tensor, waited: Tensor, thread: Tensor) -> None:
         """Stores [threads, count] words; `thread` [threads] says who does."""
         segment, index = self._find(address, values.shape[1], waited, "writable")
+        if bool((segment.written_after_wait[index].any(1) & ~waited).any()):
+            raise PtxError("a store before the dependency wait to what may be in use until then")
         before = segment.writer[index]
         if bool(((before >= 0) & ~(segment.rewritable[index] & (before == thread[:, None]))).any()):
             raise PtxError("a word is written twice")

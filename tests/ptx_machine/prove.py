@@ -117,8 +117,17 @@ def check(
     """
     images = CompiledImages(programs={job.spec: parse(ptx)}, spec=job.spec)
     plain = [_check(user, images, banks, row_counts, salt + i) for i, user in enumerate(job.users)]
+    if isinstance(job.spec, ConsumerSpec) and job.spec.slots:
+        plain.append(_check(job.users[0], replace(images, early=True), banks, row_counts, salt + 3))
     random = [
-        _check(job.users[0], replace(images, seed=seed, late=seed), banks, (1,), salt + 21 * seed, seed % 3)
+        _check(
+            job.users[0],
+            replace(images, seed=seed, late=seed, early=seed % 2 == 1),
+            banks,
+            (1,),
+            salt + 21 * seed,
+            seed % 3,
+        )
         for seed in range(schedules)
     ]
     everything = plain + random

@@ -178,6 +178,16 @@ def test_comparison_groups_means_and_marks() -> None:
     assert (found.only_new, found.only_old) == (1, 2)
 
 
+def test_early_times_are_compared_with_pdl_where_there_was_no_such_mode() -> None:
+    old = {key(): 2.0, key(rows=2): 2.0, key(rows=2, pdl="early"): 1.0}
+    found = compare({key(): 2.2, key(pdl="early"): 2.0, key(rows=2, pdl="early"): 3.0}, old, 0.05)
+    assert [(group.name, [ratio.ratio for ratio in group.ratios]) for group in found.groups] == [
+        ("consumer, PDL on, warm L2", [1.1]),
+        ("consumer, PDL early, warm L2", [1.0, 3.0]),
+    ]
+    assert (found.only_new, found.only_old) == (0, 1)
+
+
 def test_comparison_shows_ratios_and_what_is_slower() -> None:
     text = "\n".join(
         show.comparison_lines(

@@ -26,6 +26,7 @@ class SimulatedConsumer:
     round_mix: bool | None = None
     norm_by_fold: bool = False
     cut_out: bool = False
+    report_overflow: bool = True
     after: Callable[[Case, Views], None] = lambda case, views: None
 
     def launch(self, case: Case, views: Views) -> None:
@@ -44,10 +45,11 @@ class SimulatedConsumer:
             mix = torch.where(mix.abs() < 2.0**-126, 0.0 * mix, mix)
         if variant.key.final if self.round_mix is None else self.round_mix:
             mix = mix.bfloat16().float()
-        mean = mix.square().mean(-1, keepdim=True)
+        mean = mix.double().square().mean(-1, keepdim=True)
         if self.norm_by_fold and variant.stats:
             mean = self._mean
-        out = mix * (mean + case.out_eps * self.out_eps_factor).rsqrt() * views.out_norm.float()
+        scale = (mean + case.out_eps * self.out_eps_factor).rsqrt().float()
+        out = mix * scale * views.out_norm.float()
         if self.cut_out:
             out = (out.view(torch.int32) & -0x10000).view(torch.float32)
         views.out.copy_(out)
@@ -76,7 +78,9 @@ class SimulatedConsumer:
         eps = case.eps * self.eps_factor
 
         def logits(v: torch.Tensor) -> torch.Tensor:
-            return (v * weight).sum(-1) * (v.square().mean(-1) + eps).rsqrt()
+            squares = v.square().mean(-1)
+            poison = 0 * squares if self.report_overflow else torch.zeros(())  # an infinite sum would give a logit of 0
+            return (v * weight).sum(-1) * (squares + eps).rsqrt() + poison
 
         if case.variant.stats:
             maximum, total = views.scal[: case.rows].unbind(-1)

@@ -18,6 +18,7 @@ class SimulatedProducer:
     eps_factor: float = 1.0
     shift_softmax: bool = True
     normalise: bool = False
+    report_overflow: bool = True
     skip_block: int | None = None
     half_precision_weight: bool = False
     swap_scalars: bool = False
@@ -38,7 +39,10 @@ class SimulatedProducer:
         weight = memory.tensor("norm").float() * memory.tensor("query").float()
         if self.half_precision_weight:
             weight = weight.bfloat16().float()
-        logits = (values * weight).sum(-1) * (values.square().mean(-1) + case.eps * self.eps_factor).rsqrt()
+        squares = values.square().mean(-1)
+        logits = (values * weight).sum(-1) * (squares + case.eps * self.eps_factor).rsqrt()
+        if self.report_overflow:  # an infinite sum would give a logit of 0
+            logits = logits + 0 * squares
         maximum = logits.amax(-1) if self.shift_softmax else torch.zeros_like(logits[:, 0])
         weights = (logits - maximum[:, None]).exp()
         total = weights.sum(-1)

@@ -176,6 +176,12 @@ DEFECTS = [
         says="query[9]",
     ),
     Defect(
+        name="silent-overflow",
+        variant="nb2-delta",
+        consumer=SimulatedConsumer(report_overflow=False),
+        says="1 ulp",
+    ),
+    Defect(
         name="damage-spreads",
         variant="nb2-delta",
         consumer=SimulatedConsumer(after=_spread_nan),

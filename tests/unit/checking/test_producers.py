@@ -76,6 +76,12 @@ DEFECTS = [
         producer=SimulatedProducer(after=wipe("source", lambda _, rows: rows[:1])),
         says="first at source[0, 0]",
     ),
+    Defect(
+        name="silent-overflow",
+        kernel="statistics-nb3",
+        producer=SimulatedProducer(report_overflow=False),
+        says="further off",
+    ),
     Defect(name="eps", kernel="statistics-nb3", producer=SimulatedProducer(eps_factor=2.0), says="further off"),
     Defect(
         name="normalised",

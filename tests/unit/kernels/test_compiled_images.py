@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from ptx_machine.effects import TrapError
 from ptx_machine.images import CompiledImages, compile_ptx
 from ptx_machine.machine import DeadlockError
@@ -12,6 +13,7 @@ from ptx_machine.prove import ARCHES, check, jobs, planned
 
 from attnres_aot.checking.arena import BLOCK_MAJOR, DENSE, PADDED
 from attnres_aot.checking.cases import Case
+from attnres_aot.checking.far_shares import far_banks, far_case
 from attnres_aot.checking.inputs import FAMILIES
 from attnres_aot.checking.suite import check_case
 
@@ -157,3 +159,12 @@ def test_spoilt_code_is_found_out(defect, work, ptx, banks):
 def test_a_wrong_constant_is_a_wrong_result(work, ptx, banks):
     images, case = make("h7168-nb1-delta", ptx["h7168-nb1-delta"].replace("0f3F38AA3B", "0f3F38A000"), work)
     assert check_case(replace(case, rows=FAMILY_ROWS), images, banks).problems
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not re.search("nb0|statistics-|publish", name)])
+def test_a_small_share_of_a_large_source_counts(name, work, ptx):
+    """Shares are multiplied with what they weigh before they meet again: none is squared by itself."""
+    images, case = make(name, ptx[name], work)
+    verdict = check_case(far_case(case.variant), images, far_banks(7168, 64, torch.device("cpu")))
+    assert verdict.problems == ()
+    assert verdict.relative_error < 2e-3

@@ -184,6 +184,19 @@ def test_a_bare_launch_can_ask_for_pdl(rig: Rig, stub) -> None:
     assert found.arguments()["rows"] == 5
 
 
+def test_early_is_measured_for_mailboxes_alone(rig: Rig, stub) -> None:
+    selection = Selection(globs=("nb2-delta-ring1", "nb2-delta"), rows=(4,), pdl=(True, "early"), cold=(False,))
+    shown: list[str] = []
+    _, timings = measure.measure_gpu(rig, selection, shown.append)
+    assert [(t.variant, t.pdl) for t in timings] == [
+        ("nb2-delta", True),
+        ("nb2-delta-ring1", True),
+        ("nb2-delta-ring1", "early"),
+    ]
+    assert stub.launch().arguments()["early"] == 1
+    assert any("PDL early, warm L2" in line for line in shown)
+
+
 def test_points_of_a_mailbox_leave_the_copy_out(rig: Rig, timer: FakeTimer) -> None:
     selection = Selection(globs=("nb2-delta-ring1", "nb2-delta"), rows=(1, 4), pdl=(True, False), cold=(False,))
     shown: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnres_aot
-from attnres_aot.errors import OperandError
+from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.manifest import Choice
 from attnres_aot.runtime import api
 from attnres_aot.variants import ConsumerKey, choices_for
@@ -71,6 +71,7 @@ def test_ordinary_launch_passes_every_argument(stub, prepared, operands, weights
         "rows": 3,
         "spin_budget": 0,
         "fault_tag": 0,
+        "early": 0,
     }
 
 
@@ -110,6 +111,23 @@ def test_write_and_pdl_reach_the_launch(stub, bundle, weights, operands):
     key = ConsumerKey(nb=2, has_delta=True, write=2)
     attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle, pdl=True).run(*operands().ordinary)
     assert (stub.launch().arguments()["write"], stub.launch().pdl) == (2, 1)
+
+
+@pytest.mark.parametrize(("pdl", "seen"), [(False, (0, 0)), (True, (1, 0)), ("early", (1, 1))])
+def test_only_early_ring_launches_go_before_the_dependency_wait(
+    stub, bundle, weights, key, operands, mailbox, pdl, seen
+):
+    prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle, pdl=pdl).bind_ring(mailbox)
+    prepared.run_ring(*operands().ring)
+    assert (stub.launch().pdl, stub.launch().arguments()["early"]) == seen
+    prepared.run(*operands().ordinary)
+    assert (stub.launch().pdl, stub.launch().arguments()["early"]) == (seen[0], 0)
+
+
+@pytest.mark.parametrize("pdl", [1, 0, None, "on", "Early", b"early"])
+def test_other_launch_modes_are_refused(bundle, weights, key, pdl):
+    with pytest.raises(UsageError, match=r"pdl is .*; allowed are False, True and 'early'"):
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle, pdl=pdl)
 
 
 def test_pdl_is_refused_where_the_code_does_not_support_it(bundles, weights, key, operands, stub):

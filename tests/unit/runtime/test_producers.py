@@ -110,6 +110,11 @@ def test_published_rows_reach_the_driver(stub, bundle, mailbox):
     }
 
 
+def test_producers_have_no_early_mode(bundle, mailbox):
+    with pytest.raises(UsageError, match=r"pdl is 'early'; a producer allows False and True: it always waits"):
+        PreparedPublish(mailbox, 2, bundle, pdl="early")
+
+
 def test_the_functions_bind_and_launch_at_once(stub, bundle, tensors, mailbox):
     found = attnres_aot.statistics(
         blocks_of(2), tensors.norm, tensors.query, (1e-6, 1e-5), tensors.mixture, tensors.scal, nb=2, bundle=bundle
