@@ -36,12 +36,12 @@ def _of_its_kind(spec: ImageSpec) -> BudgetRecord:
     if not isinstance(spec, ConsumerSpec):
         return _most(88, 1856, 176) if spec.kernel == STATISTICS else _most(48, 0, 128)
     if spec.nb is None:
-        registers, instructions = {0: (88, 384), 1: (88, 464)}.get(spec.slots, (128, 848))
-        return _most(registers, 1984, instructions if spec.slots <= 8 else 1184)
+        registers, instructions = {0: (88, 384), 1: (88, 528)}.get(spec.slots, (128, 896))
+        return _most(registers, 1984, instructions if spec.slots <= 8 else 1216)
     if spec.slots:
         return _most(128, 3328, 1056 if spec.slots == 1 else 1520 if spec.slots <= 8 else 1808)
     if spec.nb == 0:
-        return _most(72, 768, 224) if spec.wide else _most(72, 1280, 192)
+        return _most(72, 1216, 224) if spec.wide else _most(72, 1984, 192)
     if spec.wide:
         return _most(128, 2240, 432 if spec.final else 336)
     return _most(96, 3328, 352 if spec.final else 288)
