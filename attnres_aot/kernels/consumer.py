@@ -23,16 +23,21 @@ Where the sum for mix . mix cancels (below CANCEL of its positive terms) its rou
 agrees, from identical bits, to sum the squares of mix itself and to store the output once more: the store before it is
 what everybody else waits for. `final` always sums them, since it rounds mix to bf16 first.
 
-| operand  | shape                | type | strides             | align | access |
-|----------|----------------------|------|---------------------|-------|--------|
-| source   | [rows, H]            | bf16 | row dynamic, last 1 | 16 B  | read after the dependency wait |
-| (ring)   | [slots, capacity, H] | bf16 | slot, row dynamic   | 16 B  | polled without a wait, re-armed |
-| prefix   | [rows, H]            | bf16 | row dynamic         | 16 B  | read with delta; always written |
-| blocks   | [rows, B, H]         | bf16 | row, block dynamic  | 16 B  | 0..nb-1 read, `write` written |
-| norm, query, out_norm | [H]     | bf16 | 1                   | 16 B  | read |
-| mixture  | [cap, H]             | fp32 | H, 1                | 16 B  | read after the dependency wait (statistics) |
-| scal     | [cap, 2]             | fp32 | 2, 1                | 8 B   | read after the dependency wait (statistics) |
-| out, aux | [rows, H]            | bf16 | row dynamic         | 16 B  | written |
+| operand  | shape                | type | strides             | align | read, and when | written, and when |
+|----------|----------------------|------|---------------------|-------|----------------|-------------------|
+| source   | [rows, H]            | bf16 | row dynamic, last 1 | 16 B  | after the wait | |
+| (ring)   | [slots, capacity, H] | bf16 | slot, row dynamic   | 16 B  | polled after the wait (early: before) | armed when complete |
+| prefix   | [rows, H]            | bf16 | row dynamic         | 16 B  | with delta: before the wait | while the last sums travel |
+| blocks   | [rows, B, H]         | bf16 | row, block dynamic  | 16 B  | 0..nb-1: before the wait | `write`: as prefix |
+| norm, query, out_norm | [H]     | bf16 | 1                   | 16 B  | before the wait | |
+| mixture  | [cap, H]             | fp32 | H, 1                | 16 B  | after the wait (statistics) | |
+| scal     | [cap, 2]             | fp32 | 2, 1                | 8 B   | after the wait (statistics) | |
+| aux      | [rows, H]            | bf16 | row dynamic         | 16 B  | | as prefix |
+| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | last; a second time where sums cancelled or overflowed |
+
+"The wait" is the dependency wait, for the grid before this one: with it, everything is written, and a mailbox looked at, when that
+grid has ended and its memory is visible. Parameter `early` puts it at the end of a kernel with a mailbox, where the caller promises that
+nobody minds (`attnres_aot.runtime.pdl` has the promise).
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
 (rank * V + i) * T + tid of the row, i < V, where K * T * V * 8 = H.
@@ -46,10 +51,11 @@ statistics) releases them when that is done, which keeps the grids that follow f
 In a chain of dependent launches what follows the wait is the critical path, so as much as possible is done before it, or
 while the last exchange's sums travel: the delta's address is translated (a prefetch), the cluster barrier is passed, M . M
 is added up and left in shared memory, which also keeps the compiler from putting M off, and the updated prefix is stored
-when the sums are under way, to addresses that are worked out then. With a mailbox nothing is waited for and the whole
-kernel is the critical path. There the cluster barrier is passed while the loads are under way, and the mailbox vectors of up
+when the sums are under way, to addresses that are worked out then. With a mailbox the wait comes
+before the first look, and the blocks are mixed in the shadow of that look. There the cluster barrier is passed while the loads are under way, and the mailbox vectors of up
 to 8 slots are looked at together: in the common case all are full, and one branch says so.
 
+Shares are right down to fp32's smallest normal number, 2**-126 of the largest, and nothing from 2**-145 on.
 A source whose squares fp32 cannot add up makes its row NaN: its logit would be 0, and the output wrong. Without other
 sources the sum is repeated with smaller values.
 

@@ -1,10 +1,12 @@
 """The mailbox protocol and the spin budget under stress, and equal bits from equal inputs over many launches."""
 
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,10 +192,12 @@ def give_up(bundle, variant, budget, row, slot, column) -> dict:
     """Runs a ring consumer from whose mailbox one fragment is missing, in a process of its own; says what it saw."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     arguments = [str(bundle), str(variant), *map(str, (budget, row, slot, column))]
-    done = subprocess.run(
-        [sys.executable, "-c", GIVE_UP, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+    with Path(tempfile.gettempdir(), f"attnres-aot-trap-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several traps at once have cost a machine its GPU: one at a time
+        done = subprocess.run(
+            [sys.executable, "-c", GIVE_UP, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
