@@ -16,7 +16,7 @@ from typing import Any
 from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.arch import Arch
 from attnres_aot.errors import CompileError
-from attnres_aot.variants import ELEMS_PER_CTA, ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
+from attnres_aot.variants import ELEMS_PER_CTA, FEW_BLOCKS, ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
 
 NARROW = (128, 1)
 """Threads per CTA, and 16-byte vectors per thread, where a row should be done soon."""
@@ -56,7 +56,7 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
     """The launch shape that an image of `spec` is compiled with; part of its build key."""
     threads, vectors = WIDE if isinstance(spec, ConsumerSpec) and spec.wide else NARROW
     if isinstance(spec, PublishSpec):
-        vectors *= spec.hidden // ELEMS_PER_CTA
+        vectors *= -(-spec.hidden // ELEMS_PER_CTA)
     return {
         "cluster": spec.cluster,
         "threads": threads,
@@ -75,12 +75,22 @@ def _early_loads(spec: ImageSpec) -> dict[str, int]:
 
 
 def _min_ctas_per_sm(spec: ImageSpec) -> int:
-    """How many CTAs must fit one SM together, so that those of the next grid can start beside them."""
-    if isinstance(spec, ConsumerSpec):
-        if spec.wide:
-            return 8
-        return 4 if spec.slots else 5
-    return 5 if isinstance(spec, StatisticsSpec) else 8
+    """How many CTAs must fit one SM together, so that those of the next grid can start beside them.
+
+    The numbers were tuned for H 7168 with 1, 8 and 16 slots and up to 8 blocks. Other geometries near the limit of registers get
+    room instead: ptxas needs a register more for one hidden size or slot count than for the next, with no rule to it.
+    """
+    if isinstance(spec, PublishSpec):
+        return 8
+    ragged, many = spec.hidden % ELEMS_PER_CTA != 0, (spec.nb or 0) > FEW_BLOCKS
+    if isinstance(spec, StatisticsSpec):
+        return 3 if ragged or many else 5
+    if spec.wide:
+        return 6 if ragged else 8
+    crowded = spec.slots > 8 and (spec.hidden, spec.slots) != (7168, 16)
+    if ragged or many or crowded:
+        return 3 if spec.slots <= 8 else 2
+    return 4 if spec.slots else 5
 
 
 def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:

@@ -23,11 +23,15 @@ from attnres_aot.errors import UsageError
 from attnres_aot.records import dataclass
 
 ELEMS_PER_CTA = 1024
-"""Row elements that one CTA of a cluster handles; a row of hidden size c * 1024 is one cluster of c CTAs."""
+"""Row elements that one CTA of a cluster handles; the last of a row may have fewer."""
+HIDDEN_STEP = 256
+"""Hidden sizes are multiples of this: what a warp handles with one vector a thread."""
 MAX_CLUSTER = 8
 """Largest cluster that every supported GPU launches (the portable cluster size)."""
-MAX_BLOCKS = 8
-"""Most saved blocks that one consumer reads."""
+MAX_BLOCKS = 16
+"""Most saved blocks that one consumer reads: the sums of their products fill a warp."""
+FEW_BLOCKS = 8
+"""Most saved blocks for which there is a wide shape; two vectors of more fill the registers."""
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
 NARROW_ROWS = 16
@@ -114,7 +118,7 @@ class ConsumerSpec:
     """Which kernel this is a spec of."""
 
     hidden: int
-    """Row length H in elements: a multiple of ELEMS_PER_CTA, at most MAX_CLUSTER times it."""
+    """Row length H in elements: a multiple of HIDDEN_STEP, at most MAX_CLUSTER * ELEMS_PER_CTA."""
     nb: int | None
     """Saved blocks that the code reads, or None for code that takes precomputed statistics."""
     has_delta: bool
@@ -141,7 +145,7 @@ class ConsumerSpec:
     @property
     def cluster(self) -> int:
         """CTAs that share one row."""
-        return self.hidden // ELEMS_PER_CTA
+        return -(-self.hidden // ELEMS_PER_CTA)
 
     @property
     def sort_key(self) -> tuple[int, int, int, bool, bool, bool]:
@@ -168,7 +172,7 @@ class StatisticsSpec:
     @property
     def cluster(self) -> int:
         """CTAs that share one row."""
-        return self.hidden // ELEMS_PER_CTA
+        return -(-self.hidden // ELEMS_PER_CTA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +225,7 @@ def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
     """Returns the images that serve `variant` for rows of `hidden` elements, ascending by row count, the last for any.
 
     Measured on an H200, 2026-11-30 (docs/benchmarks.md): the wide shape is faster above NARROW_ROWS, with many blocks
-    above NARROW_ROWS_OF_MANY; with a mailbox or statistics the narrow one is.
+    above NARROW_ROWS_OF_MANY; with a mailbox or statistics the narrow one is. More than FEW_BLOCKS have only that.
     """
     narrow = ConsumerSpec(
         hidden=hidden,
@@ -230,7 +234,7 @@ def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
         final=variant.key.final,
         slots=variant.slots,
     )
-    if variant.slots or variant.stats:
+    if variant.slots or variant.stats or variant.key.nb > FEW_BLOCKS:
         return (SpecChoice(spec=narrow, max_rows=None),)
     wide = SpecChoice(spec=replace(narrow, wide=True), max_rows=None)
     few = NARROW_ROWS_OF_MANY if variant.key.nb >= MANY_BLOCKS else NARROW_ROWS

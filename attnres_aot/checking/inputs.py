@@ -114,10 +114,10 @@ def _dominant(draw: Draw) -> Row:
 
 
 def _aligned(draw: Draw) -> Row:
-    """Sources at cosines 1, -1, 0.9, -0.8 ... to the weight: logits as large as they get, well apart."""
+    """Sources at cosines 1, -0.94, 0.89, -0.83 ... to the weight: logits as large as they get, well apart."""
     count = MAX_BLOCKS + 1
     steps = torch.arange(count, device=draw.direction.device)
-    cosines = ((1.0 - 0.1 * steps) * torch.where(steps % 2 == 0, 1.0, -1.0))[draw.order(count), None]
+    cosines = ((1.0 - steps / count) * torch.where(steps % 2 == 0, 1.0, -1.0))[draw.order(count), None]
     along = cosines * draw.direction * draw.hidden**0.5
     sources = along + (1 - cosines.square()).clamp(min=0).sqrt() * draw.normal(count, draw.hidden)
     return draw.single(sources[0], sources[1:])
@@ -125,7 +125,8 @@ def _aligned(draw: Draw) -> Row:
 
 def _scales(draw: Draw) -> Row:
     row = draw.row()
-    powers = torch.logspace(-3, 3, MAX_BLOCKS, device=row.blocks.device)
+    up = torch.logspace(-3, 3, MAX_BLOCKS // 2, device=row.blocks.device)
+    powers = torch.cat([up, up.flip(0)])
     return Row(prefix=row.prefix, slots=row.slots, blocks=row.blocks * powers[:, None])
 
 

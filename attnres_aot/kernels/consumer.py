@@ -40,7 +40,8 @@ grid has ended and its memory is visible. Parameter `early` puts it at the end o
 nobody minds (`attnres_aot.runtime.pdl` has the promise).
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
-(rank * V + i) * T + tid of the row, i < V, where K * T * V * 8 = H.
+(rank * V + i) * T + tid of the row, i < V, as far as the row has them: K * T * V * 8 is H, or the next multiple of 1024,
+and threads beyond the row hold zeros and store nothing.
 
 Shared memory and synchronisation are those of `row_sums`: up to three exchanges, of which the third (mix . mix itself) is
 entered by the whole cluster or not at all.
@@ -77,6 +78,7 @@ from attnres_aot.kernels.vectors import (
     col_address,
     combine,
     dot,
+    inside,
     logit,
     overflow,
     pack,
@@ -111,8 +113,8 @@ class Consumer:
         """Fixes the code's constants.
 
         Args:
-          hidden: row length H in elements, cluster * threads * vectors * 8.
-          nb: saved blocks read, 0..8, or None to take precomputed statistics.
+          hidden: row length H in elements, at most cluster * threads * vectors * 8.
+          nb: saved blocks read, 0..16, or None to take precomputed statistics.
           has_delta: add the source to the prefix.
           final: round the mixture to bf16 before the output norm.
           slots: mailbox slots, or 0 for an ordinary source.
@@ -249,12 +251,16 @@ class Consumer:
         row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
         exchanges = None if self.slots else self.sums.open(tid, rank)
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
-        vw = zip(_load_weight(norm, cols), _load_weight(query, cols), strict=True)
+        on = inside(cols, self.row_vecs, self.cluster * self.threads * self.vectors)
+        vw = zip(_load_weight(norm, cols, on), _load_weight(query, cols, on), strict=True)
         blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
-        vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
+        vb = [
+            [ptx.ld_vec_const(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)]
+            for s in range(self.nb)
+        ]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
-        look = partial(self.delta.look, source, row, cols, source_row_stride, source_slot_stride)
+        look = partial(self.delta.look, source, row, cols, on, source_row_stride, source_slot_stride)
         looked, m, l, mixed = None, Float32(0.0), Float32(1.0), None
         if const_expr(self.slots and self.split):
             exchanges = self._open_and_wait(tid, rank)
@@ -262,10 +268,13 @@ class Consumer:
             self.sums.send_products(exchanges[0], [unpack_all(vecs) for vecs in vb], w, cluster_waits=not self.slots)
         if const_expr(self.split and not self.early_loads):
             m, l, mixed = self._mix_blocks(exchanges, vb, eps)
-        vp = [ptx.ld_vec(vec_address(prefix, row, prefix_row_stride, c)) for c in cols] if self.has_delta else None
+        vp = None
+        if const_expr(self.has_delta):
+            prefix_at = [vec_address(prefix, row, prefix_row_stride, col) for col in cols]
+            vp = [ptx.ld_vec(at, o) for at, o in zip(prefix_at, on, strict=True)]
         vo = None
         if const_expr(self.early_loads or not self.slots):
-            vo = _load_weight(out_norm, cols)
+            vo = _load_weight(out_norm, cols, on)
         if const_expr(self.slots):
             ptx.griddepcontrol_wait_unless(early)
             looked = look()
@@ -283,21 +292,21 @@ class Consumer:
         if const_expr(self.stats or not self.slots):
             cute.arch.griddepcontrol_wait()
         if const_expr(self.stats):
-            m, l, mixed = self._load_statistics(mixture, scal, row, cols)
+            m, l, mixed = self._load_statistics(mixture, scal, row, cols, on)
 
         if const_expr(not self.slots):
             looked = look()
-        vd = self.delta.take(looked, row, cols, source_slot_stride, fault, fault_tag, spin_budget)
+        vd = self.delta.take(looked, row, cols, on, source_slot_stride, fault, fault_tag, spin_budget)
         vx = add_bf16(vp, vd) if self.has_delta else vd
         if const_expr(vo is None):
-            vo = _load_weight(out_norm, cols)
+            vo = _load_weight(out_norm, cols, on)
         written = (
             (prefix, prefix_row_stride, Int64(0)),
             (blocks, blocks_row_stride, block_bytes * write),
             (aux, aux_row_stride, Int64(0)),
             (out, out_row_stride, Int64(0)),
         )
-        meanwhile = partial(self._meanwhile, vx, vo, written, row, cols, write >= 0, aux.toint() != 0)
+        meanwhile = partial(self._meanwhile, vx, vo, written, row, cols, on, write >= 0, aux.toint() != 0)
         x = unpack_all(vx)
         if const_expr(self.gram):
             self._mix_all(exchanges, vb, x, w, eps, out_eps, meanwhile)
@@ -351,36 +360,36 @@ class Consumer:
         cancelled = square < terms * (CANCEL * self.inv_hidden)
         self._finish(exchanges[2], mix, s, square, cancelled, weight, out_eps, out_at)
 
-    def _load_statistics(self, mixture, scal, row, cols):
+    def _load_statistics(self, mixture, scal, row, cols, on):
         """Returns (m, l, M), as `_mix_blocks` does, from the caller's statistics."""
         m, l = ptx.ld_scalar_pair(scal.toint() + Int64(row) * 8)
         words = []
-        for col in cols:
+        for col, o in zip(cols, on, strict=True):
             address = mixture.toint() + (Int64(row) * self.row_vecs + Int64(col)) * 32
-            words += ptx.ld_vec(address) + ptx.ld_vec(address + 16)
+            words += ptx.ld_vec(address, o) + ptx.ld_vec(address + 16, o)
         return m, l * 2.0**-SPARE, [ptx.bits_to_f32(word) * 2.0**-SPARE for word in words]
 
-    def _meanwhile(self, vx, vo, written, row, cols, has_block, has_aux):
+    def _meanwhile(self, vx, vo, written, row, cols, on, has_block, has_aux):
         """Stores the updated prefix while the last exchange's sums travel.
 
         `written` are (pointer, row stride in vectors, offset in bytes) of the prefix, the written block, aux and the output.
-        Returns the output norm's weight and the addresses of the output.
+        Returns the output norm's weight, and the addresses of the output with which of them the row has.
         """
         at = [[vec_address(pointer, row, stride, col) + offset for col in cols] for pointer, stride, offset in written]
-        self._store_prefix(vx, *at[:3], has_block, has_aux)
-        return unpack_all(vo), at[3]
+        self._store_prefix(vx, *at[:3], on, has_block, has_aux)
+        return unpack_all(vo), list(zip(at[3], on, strict=True))
 
     @cute.jit
-    def _store_prefix(self, vx, prefix_at, block_at, aux_at, has_block: Boolean, has_aux: Boolean):
+    def _store_prefix(self, vx, prefix_at, block_at, aux_at, on, has_block: Boolean, has_aux: Boolean):
         """Copies the updated prefix, bit for bit, to everywhere it is wanted."""
         for i in range_constexpr(self.vectors):
-            ptx.st_vec(prefix_at[i], vx[i])
+            ptx.st_vec(prefix_at[i], vx[i], on[i])
         if has_block:
             for i in range_constexpr(self.vectors):
-                ptx.st_vec(block_at[i], vx[i])
+                ptx.st_vec(block_at[i], vx[i], on[i])
         if has_aux:
             for i in range_constexpr(self.vectors):
-                ptx.st_vec(aux_at[i], vx[i])
+                ptx.st_vec(aux_at[i], vx[i], on[i])
 
     def _fold(self, exchanges, x, w, m, l, mixed, eps, out_eps, meanwhile):
         """Stores the output: folds the updated prefix `x` into the mixture of the saved blocks.
@@ -447,13 +456,13 @@ class Consumer:
             _store(out_at, mix, self._inv_rms(square, floor), weight)
 
 
-def _load_weight(weight, cols):
+def _load_weight(weight, cols, on):
     """The thread's vectors of a weight of H elements."""
-    return [ptx.ld_vec_const(col_address(weight, col)) for col in cols]
+    return [ptx.ld_vec_const(col_address(weight, col), o) for col, o in zip(cols, on, strict=True)]
 
 
-def _store(addresses, values, inv, weight):
+def _store(places, values, inv, weight):
     """Stores (value * inv) * weight: in this order neither a large nor a small value leaves fp32's range before its time."""
     y = [value * inv * factor for value, factor in zip(values, weight, strict=True)]
-    for i, address in enumerate(addresses):
-        ptx.st_vec(address, pack(y[i * VEC : (i + 1) * VEC]))
+    for i, (address, on) in enumerate(places):
+        ptx.st_vec(address, pack(y[i * VEC : (i + 1) * VEC]), on)

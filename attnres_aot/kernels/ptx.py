@@ -24,42 +24,47 @@ def _asm(result, operands, text, constraints, *, volatile, loc, ip):
     )
 
 
-def _load_vec(opcode, address, loc, ip):
+def _load_vec(opcode, address, on, loc, ip):
+    """Loads four words; where `on` is given and 0, returns zeros instead."""
     struct = llvm.StructType.get_literal([T.i32()] * 4)
-    words = _asm(
-        struct,
-        [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"{opcode} {{$0, $1, $2, $3}}, [$4];",
-        "=r,=r,=r,=r,l",
-        volatile=True,
-        loc=loc,
-        ip=ip,
-    )
+    operands = [Int64(address).ir_value(loc=loc, ip=ip)]
+    text, constraints = f"{opcode} {{$0, $1, $2, $3}}, [$4];", "=r,=r,=r,=r,l"
+    if on is not None:
+        operands.append(Int32(on).ir_value(loc=loc, ip=ip))
+        zeros = "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        text = f"{{ .reg .pred on; setp.ne.s32 on, $5, 0; {zeros} @on {text} }}"
+        constraints = "=&r,=&r,=&r,=&r,l,r"
+    words = _asm(struct, operands, text, constraints, volatile=True, loc=loc, ip=ip)
     return tuple(Int32(llvm.extractvalue(T.i32(), words, [i], loc=loc, ip=ip)) for i in range(4))
 
 
-def _store_vec(opcode, address, words, loc, ip):
+def _store_vec(opcode, address, words, on, loc, ip):
+    """Stores four words, where `on` is not given or not 0."""
     operands = [Int64(address).ir_value(loc=loc, ip=ip)]
     operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
-    _asm(None, operands, f"{opcode} [$0], {{$1, $2, $3, $4}};", "l,r,r,r,r", volatile=True, loc=loc, ip=ip)
+    text, constraints = f"{opcode} [$0], {{$1, $2, $3, $4}};", "l,r,r,r,r"
+    if on is not None:
+        operands.append(Int32(on).ir_value(loc=loc, ip=ip))
+        text, constraints = f"{{ .reg .pred on; setp.ne.s32 on, $5, 0; @on {text} }}", constraints + ",r"
+    _asm(None, operands, text, constraints, volatile=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def ld_vec_const(address, *, loc=None, ip=None):
-    """Loads a vector that nothing writes while the kernel runs."""
-    return _load_vec("ld.global.nc.v4.b32", address, loc, ip)
+def ld_vec_const(address, on=None, *, loc=None, ip=None):
+    """Loads a vector that nothing writes while the kernel runs; zeros where `on` is 0."""
+    return _load_vec("ld.global.nc.v4.b32", address, on, loc, ip)
 
 
 @dsl_user_op
-def ld_vec(address, *, loc=None, ip=None):
-    """Loads a vector with ordinary (weak) semantics."""
-    return _load_vec("ld.global.v4.b32", address, loc, ip)
+def ld_vec(address, on=None, *, loc=None, ip=None):
+    """Loads a vector with ordinary (weak) semantics; zeros where `on` is 0."""
+    return _load_vec("ld.global.v4.b32", address, on, loc, ip)
 
 
 @dsl_user_op
-def ld_vec_mailbox(address, *, loc=None, ip=None):
-    """Loads a vector that another GPU may be writing; every poll reaches memory."""
-    return _load_vec("ld.relaxed.sys.global.v4.b32", address, loc, ip)
+def ld_vec_mailbox(address, on=None, *, loc=None, ip=None):
+    """Loads a vector that another GPU may be writing; every poll reaches memory. Zeros where `on` is 0."""
+    return _load_vec("ld.relaxed.sys.global.v4.b32", address, on, loc, ip)
 
 
 @dsl_user_op
@@ -86,24 +91,15 @@ def prefetch(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_vec(address, words, *, loc=None, ip=None):
-    """Stores a vector with ordinary (weak) semantics."""
-    _store_vec("st.global.v4.b32", address, words, loc, ip)
+def st_vec(address, words, on=None, *, loc=None, ip=None):
+    """Stores a vector with ordinary (weak) semantics, unless `on` is 0."""
+    _store_vec("st.global.v4.b32", address, words, on, loc, ip)
 
 
 @dsl_user_op
-def st_vec_mailbox(address, words, *, loc=None, ip=None):
-    """Stores a vector that another GPU may be polling."""
-    _store_vec("st.relaxed.sys.global.v4.b32", address, words, loc, ip)
-
-
-@dsl_user_op
-def st_vec_mailbox_where(address, words, enabled, *, loc=None, ip=None):
-    """Where `enabled`, stores a vector that another GPU may be polling."""
-    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(enabled).ir_value(loc=loc, ip=ip)]
-    operands += [Int32(word).ir_value(loc=loc, ip=ip) for word in words]
-    text = "{ .reg .pred on; setp.ne.s32 on, $1, 0; @on st.relaxed.sys.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-    _asm(None, operands, text, "l,r,r,r,r,r", volatile=True, loc=loc, ip=ip)
+def st_vec_mailbox(address, words, on=None, *, loc=None, ip=None):
+    """Stores a vector that another GPU may be polling, unless `on` is 0."""
+    _store_vec("st.relaxed.sys.global.v4.b32", address, words, on, loc, ip)
 
 
 @dsl_user_op
@@ -309,10 +305,14 @@ def trap_with_record(fault, tag, row, slot, column, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def st_f32(address, values, *, loc=None, ip=None):
-    """Stores 2 or 4 consecutive fp32 to a global address that is aligned to all of them."""
+def st_f32(address, values, on=None, *, loc=None, ip=None):
+    """Stores 2 or 4 consecutive fp32 to a global address that is aligned to all of them, unless `on` is 0."""
     operands = [Int64(address).ir_value(loc=loc, ip=ip)]
     operands += [Float32(value).ir_value(loc=loc, ip=ip) for value in values]
     names = ", ".join(f"${i + 1}" for i in range(len(values)))
-    text = f"st.global.v{len(values)}.f32 [$0], {{{names}}};"
-    _asm(None, operands, text, "l" + ",f" * len(values), volatile=True, loc=loc, ip=ip)
+    text, constraints = f"st.global.v{len(values)}.f32 [$0], {{{names}}};", "l" + ",f" * len(values)
+    if on is not None:
+        operands.append(Int32(on).ir_value(loc=loc, ip=ip))
+        text = f"{{ .reg .pred on; setp.ne.s32 on, ${len(values) + 1}, 0; @on {text} }}"
+        constraints += ",r"
+    _asm(None, operands, text, constraints, volatile=True, loc=loc, ip=ip)

@@ -13,7 +13,7 @@ subnormals. Per word x of two bf16, in integers, so that nothing is flushed or q
 | mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | rows 0..rows-1 written; one slot, here or on another GPU |
 
 Threads to elements: one CTA per row; thread `tid` of T owns the vectors (8 elements) i * T + tid of the row, i < V, where
-T * V * 8 = H. CTAs share nothing; there is no shared memory and no synchronisation.
+T * V * 8 is H or the next multiple of 1024, and threads beyond the row store nothing. CTAs share nothing; there is no shared memory and no synchronisation.
 
 No clusters: a cluster starts only where all of its CTAs fit at once, and these rows may be what a consumer beside them
 waits for. H200, driver 580, 2026-11-30: clusters of 7 were in the end not started while another stream's consumer of 64
@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
 from attnres_aot.kernels import ptx
-from attnres_aot.kernels.vectors import VEC, vec_address
+from attnres_aot.kernels.vectors import VEC, inside, vec_address
 
 MAGNITUDE = 0x7FFF7FFF
 """All bits of two bf16 but their signs."""
@@ -42,7 +42,7 @@ class Publish:
         """Fixes the code's constants.
 
         Args:
-          hidden: row length H in elements, threads * vectors * 8.
+          hidden: row length H in elements, at most threads * vectors * 8.
           threads: threads per CTA, of which a row has one.
           vectors: 16-byte vectors per thread.
           min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
@@ -71,9 +71,12 @@ class Publish:
         cols = [i * self.threads + tid for i in range(self.vectors)]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        vs = [ptx.ld_vec(vec_address(source, row, source_row_stride, col)) for col in cols]
+        on = inside(cols, self.row_vecs, self.threads * self.vectors)
+        at = [vec_address(source, row, source_row_stride, col) for col in cols]
+        vs = [ptx.ld_vec(address, o) for address, o in zip(at, on, strict=True)]
         for i in range_constexpr(self.vectors):
-            ptx.st_vec_mailbox(vec_address(mailbox, row, Int32(self.row_vecs), cols[i]), _without_negative_zero(vs[i]))
+            to = vec_address(mailbox, row, Int32(self.row_vecs), cols[i])
+            ptx.st_vec_mailbox(to, _without_negative_zero(vs[i]), on[i])
 
 
 def _without_negative_zero(words):

@@ -31,19 +31,20 @@ class Source:
         """
         self.slots, self.vectors = slots, vectors
 
-    def look(self, source, row, cols, row_stride, slot_stride):
+    def look(self, source, row, cols, on, row_stride, slot_stride):
         """Returns the row's vectors, slot by slot, and the addresses of the first slot's; a mailbox may not be full."""
         at = [vec_address(source, row, row_stride, col) for col in cols]
         if not self.slots:
-            return [ptx.ld_vec(address) for address in at], at
-        return [ptx.ld_vec_mailbox(address) for address in self._in_slots(at, slot_stride)], at
+            return [ptx.ld_vec(address, o) for address, o in zip(at, on, strict=True)], at
+        there = zip(self._in_slots(at, slot_stride), on * self.slots, strict=True)
+        return [ptx.ld_vec_mailbox(address, o) for address, o in there], at
 
     def _in_slots(self, at, slot_stride):
         """The addresses of vectors in all slots, slot by slot, from those in the first."""
         step = Int64(slot_stride) * 16
         return [address + step * slot if slot else address for slot in range(self.slots) for address in at]
 
-    def take(self, looked, row, cols, slot_stride, fault, fault_tag, spin_budget):
+    def take(self, looked, row, cols, on, slot_stride, fault, fault_tag, spin_budget):
         """Returns the row's vectors from what `look` returned; a mailbox is polled until it is full, and re-armed."""
         vecs, at = looked
         if not self.slots:
@@ -53,7 +54,9 @@ class Source:
         totals = [[]] * self.vectors
         for i in range(0, len(vecs), group):
             slot = i // self.vectors
-            full = self._fill(vecs[i : i + group], at[i : i + group], slot, cols, row, fault, fault_tag, spin_budget)
+            some, places = vecs[i : i + group], at[i : i + group]
+            has = (on * self.slots)[i : i + group]
+            full = self._fill(some, places, has, slot, cols, row, fault, fault_tag, spin_budget)
             cute.arch.sync_warp()  # ptxas takes a warp for converged after the loop that is not, and shuffles then go wrong
             if self.slots == 1:
                 return full
@@ -65,6 +68,7 @@ class Source:
         self,
         vecs,
         at,
+        on,
         first_slot: cutlass.Constexpr,
         cols,
         row: Int32,
@@ -74,11 +78,11 @@ class Source:
     ):
         """Returns the mailbox vectors at `at` once no word of any is the armed pattern, each re-armed when it was complete.
 
-        `vecs` are the first loads, of slot `first_slot` and those after it. Vectors that are not complete are loaded again,
+        `vecs` are the first loads, of slot `first_slot` and those after it, and `on` tells which of them the row has. Vectors that are not complete are loaded again,
         together; if `spin_budget` looks, the first one included, do not find all complete, the kernel traps.
         """
         least = _least_words(vecs)
-        self._rearm(at, [word != ARMED for word in least])
+        self._rearm(at, [_and(word != ARMED, o) for word, o in zip(least, on, strict=True)])
         polls = Int32(0)
         while tree(ptx.imin, least) == ARMED:
             polls = polls + 1
@@ -94,7 +98,7 @@ class Source:
     def _rearm(self, at, enabled):
         """Empties the mailbox vectors that `enabled` names."""
         for address, on in zip(at, enabled, strict=True):
-            ptx.st_vec_mailbox_where(address, (Int32(ARMED),) * 4, on)
+            ptx.st_vec_mailbox(address, (Int32(ARMED),) * 4, on)
 
     def _first_empty(self, least, first_slot, cols):
         """Returns slot and column of the first vector that is not complete, by the least word of each."""
@@ -103,6 +107,11 @@ class Source:
             slot = select(word == ARMED, Int32(first_slot + i // self.vectors), slot)
             col = select(word == ARMED, cols[i % self.vectors], col)
         return slot, col
+
+
+def _and(condition, on):
+    """Narrows a condition to vectors that the row has; `on` None: it has all."""
+    return condition if on is None else condition & (on != 0)
 
 
 def _least_words(vecs):

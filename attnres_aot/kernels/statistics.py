@@ -16,7 +16,7 @@ Per row, with w = norm * query, over saved blocks v_0 .. v_{nb-1}:
 | scal        | [cap, 2]     | fp32 | 2, 1               | 8 B   | written after the dependency wait: (m, l) |
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
-(rank * V + i) * T + tid of the row, i < V, where K * T * V * 8 = H. A vector of blocks is 16 bytes, one of mixture 32.
+(rank * V + i) * T + tid of the row, i < V, as far as the row has them (K * T * V * 8 is H or more). A vector of blocks is 16 bytes, one of mixture 32.
 
 Shared memory and synchronisation are those of `row_sums`: one exchange, of v_s . v_s and v_s . w for every block.
 
@@ -32,7 +32,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.row_sums import PACKET, RowSums, padded
-from attnres_aot.kernels.vectors import VEC, col_address, combine, softmax, unpack, unpack_all, vec_address
+from attnres_aot.kernels.vectors import VEC, col_address, combine, inside, softmax, unpack, unpack_all, vec_address
 
 
 class Statistics:
@@ -42,8 +42,8 @@ class Statistics:
         """Fixes the code's constants.
 
         Args:
-          hidden: row length H in elements, cluster * threads * vectors * 8.
-          nb: saved blocks read, 1..8.
+          hidden: row length H in elements, at most cluster * threads * vectors * 8.
+          nb: saved blocks read, 1..16.
           cluster: CTAs per row, at most 8.
           threads: threads per CTA, a multiple of 32.
           vectors: 16-byte vectors per thread.
@@ -102,10 +102,15 @@ class Statistics:
         (exchange,) = self.sums.open(tid, rank)
 
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
-        vw = [(ptx.ld_vec_const(col_address(norm, c)), ptx.ld_vec_const(col_address(query, c))) for c in cols]
+        on = inside(cols, self.row_vecs, self.cluster * self.threads * self.vectors)
+        places = list(zip(cols, on, strict=True))
+        vw = [[ptx.ld_vec_const(col_address(weight, col), o) for weight in (norm, query)] for col, o in places]
         blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
-        vb = [[ptx.ld_vec_const(at + block_bytes * s) for at in blocks_from] for s in range(self.nb)]
+        vb = [
+            [ptx.ld_vec_const(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)]
+            for s in range(self.nb)
+        ]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
 
         self.sums.send_products(exchange, [unpack_all(vecs) for vecs in vb], w, cluster_waits=True)
@@ -116,8 +121,8 @@ class Statistics:
         cute.arch.griddepcontrol_wait()
         for i in range_constexpr(self.vectors):
             at = mixture.toint() + (Int64(row) * self.row_vecs + Int64(cols[i])) * 32
-            ptx.st_f32(at, mixed[i * VEC : i * VEC + 4])
-            ptx.st_f32(at + 16, mixed[i * VEC + 4 : (i + 1) * VEC])
+            ptx.st_f32(at, mixed[i * VEC : i * VEC + 4], on[i])
+            ptx.st_f32(at + 16, mixed[i * VEC + 4 : (i + 1) * VEC], on[i])
         self._store_scalars((rank == 0) & (tid == 0), scal.toint() + Int64(row) * 8, m, l)
 
     @cute.jit

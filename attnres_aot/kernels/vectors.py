@@ -6,7 +6,7 @@ A thread's share of a row is a list of vectors, each four 32-bit words, or a fla
 import operator
 
 import cutlass
-from cutlass import Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from attnres_aot.kernels import ptx
 
@@ -14,6 +14,17 @@ VEC = 8
 """bf16 elements in a 16-byte vector."""
 LOG2_E = 1.4426950408889634
 """log2(e)."""
+
+
+def inside(cols, row_vecs, threads):
+    """Tells for each vector of the thread whether the row of `row_vecs` vectors has it; None: it has all of `threads`.
+
+    Args:
+      cols: the thread's vectors, by number.
+      row_vecs: vectors of a row.
+      threads: vectors that the threads of a row have together.
+    """
+    return [Int32(col < row_vecs) for col in cols] if threads != row_vecs else [None] * len(cols)
 
 
 def col_address(pointer, col):

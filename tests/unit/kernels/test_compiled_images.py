@@ -9,13 +9,14 @@ from ptx_machine.effects import TrapError
 from ptx_machine.images import CompiledImages, compile_ptx
 from ptx_machine.machine import DeadlockError
 from ptx_machine.program import PtxError, body_of, parse
-from ptx_machine.prove import ARCHES, check, jobs, planned
+from ptx_machine.prove import ARCHES, Job, check, jobs, planned
 
 from attnres_aot.checking.arena import BLOCK_MAJOR, DENSE, PADDED
-from attnres_aot.checking.cases import Case
+from attnres_aot.checking.cases import Case, draw_banks
 from attnres_aot.checking.far_shares import far_banks, far_case
 from attnres_aot.checking.inputs import FAMILIES
 from attnres_aot.checking.suite import check_case
+from attnres_aot.variants import choices_for, parse_producer, parse_variant, producer_spec_for
 
 NAMES = [
     "h7168-nb0",
@@ -168,3 +169,46 @@ def test_a_small_share_of_a_large_source_counts(name, work, ptx):
     verdict = check_case(far_case(case.variant), images, far_banks(7168, 64, torch.device("cpu")))
     assert verdict.problems == ()
     assert verdict.relative_error < 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """An image of another geometry than Kimi K3's, and what is launched with it."""
+
+    hidden: int
+    user: str
+
+    def job(self) -> Job:
+        if self.user.startswith(("statistics", "publish")):
+            producer = parse_producer(self.user)
+            return Job(spec=producer_spec_for(producer, self.hidden), users=(producer,))
+        variant = parse_variant(self.user)
+        return Job(spec=choices_for(variant, self.hidden)[-1].spec, users=(variant,))
+
+
+SHAPES = [
+    Shape(hidden=2304, user="nb3-delta-write3-aux"),
+    Shape(hidden=2304, user="nb5-delta-ring2"),
+    Shape(hidden=768, user="nb6-ring12-aux"),
+    Shape(hidden=1280, user="nb5-delta-ring2-stats"),
+    Shape(hidden=1280, user="statistics-nb12"),
+    Shape(hidden=1280, user="publish"),
+    Shape(hidden=256, user="nb9-delta-final"),
+    Shape(hidden=256, user="nb1-delta-ring1"),
+    Shape(hidden=256, user="nb0-write0"),
+    Shape(hidden=1024, user="nb16-delta-ring8"),
+    Shape(hidden=1280, user="nb16-delta-final-ring16"),
+]
+
+
+@pytest.fixture(scope="session")
+def other_ptx():
+    return dict(zip(SHAPES, compile_ptx([shape.job().spec for shape in SHAPES], FIRST_ARCH), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"h{shape.hidden}-{shape.user}")
+def test_other_hidden_sizes_and_more_blocks(shape, other_ptx):
+    """Rows that end within a thread block, where the threads beyond must touch nothing, and up to 16 saved blocks."""
+    banks = draw_banks(shape.hidden, 64, 8, torch.device("cpu"))
+    finding = check(shape.job(), other_ptx[shape], banks, (FAMILY_ROWS,), shape.hidden % 13, schedules=1)
+    assert finding.problems == ()
