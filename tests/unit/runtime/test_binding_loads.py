@@ -30,6 +30,13 @@ def bundle(stub, bundles) -> LoadedBundle:
 
 
 @pytest.fixture
+def found(stub, bundles, monkeypatch) -> None:
+    """A bundle that `load()` finds."""
+    path = bundles.write(ALL_VARIANTS, producers=("statistics-nb2", "publish"))
+    monkeypatch.setenv("ATTNRES_AOT_BUNDLE", str(path))
+
+
+@pytest.fixture
 def mailbox() -> torch.Tensor:
     return attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
 
@@ -128,13 +135,12 @@ def test_each_image_is_loaded_once_for_many_consumers(stub, bundle, weights, key
 
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
 @pytest.mark.parametrize("where", ["here", "another thread"])
+@pytest.mark.usefixtures("found")
 def test_everything_can_be_made_and_bound_during_a_capture(
-    stub, bundles, weights, key, operands, mailbox, statistics, mode, where
+    stub, weights, key, operands, mailbox, statistics, mode, where
 ):
-    path = bundles.write(ALL_VARIANTS, producers=("statistics-nb2", "publish"))
-
     def work():
-        bundle = api.load(path)
+        bundle = api.load()
         prepared = PreparedAttnRes(weights, key, 1e-5, bundle)
         bind_in_order(prepared, "ras", mailbox, statistics)
         publisher = PreparedPublish(mailbox, 0, bundle)
@@ -155,7 +161,7 @@ def test_everything_can_be_made_and_bound_during_a_capture(
 def test_the_stand_in_ends_a_capture_in_which_something_is_loaded(stub, bundle, monkeypatch):
     """So that the tests above can fail."""
     monkeypatch.setattr(driver.Relaxed, "_exchange", lambda _: None)
-    with pytest.raises(AssertionError, match="the capture was ended"), stub.capture():  # noqa: PT012, SIM117
+    with pytest.raises(AssertionError, match="the capture was ended"), stub.capture():  # noqa: SIM117
         with pytest.raises(DriverError, match="CAPTURE_UNSUPPORTED"):
             bundle.preload()
 
@@ -299,7 +305,7 @@ def test_a_handle_that_is_wrong_in_the_right_context_is_refused_with_advice(stub
 
 def test_a_child_forked_after_others_initialised_cuda_is_told_about_forks(stub, bundles):
     stub.fail("cuInit", 3)  # what it answers there
-    with pytest.raises(DriverError, match="forked after its parent had initialised CUDA.*'spawn'"):
+    with pytest.raises(DriverError, match=r"forked after its parent had initialised CUDA.*'spawn'"):
         api.load(bundles.write(["nb2-delta"]))
 
 

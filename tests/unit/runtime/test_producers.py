@@ -302,7 +302,9 @@ def test_a_mailbox_of_a_peer_is_opened_or_refused(stub, monkeypatch, mailbox):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     for number in elsewhere.ordinal, mailbox.get_device():
         capturing[:] = [number]
-        with pytest.raises(DriverError, match="which a stream capture forbids; make one publisher .* before capturing"):
+        with pytest.raises(
+            DriverError, match=r"which a stream capture forbids; make one publisher .* before capturing"
+        ):
             open_memory_of("mailbox", mailbox, elsewhere)
     capturing.clear()
     open_memory_of("mailbox", mailbox, elsewhere)
