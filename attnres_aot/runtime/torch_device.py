@@ -124,10 +124,10 @@ def outside_captures(*devices: torch.device) -> Iterator[None]:
     cannot be captured.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(Relaxed(open_driver()))
         for device in devices:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
-        stack.enter_context(Relaxed(open_driver()))
         yield
 
 
