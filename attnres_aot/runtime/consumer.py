@@ -17,7 +17,7 @@ from attnres_aot.runtime.binding import Binding, Ring, make_ring, make_statistic
 from attnres_aot.runtime.guards import Guard, make_guard
 from attnres_aot.runtime.launch import Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.pdl import Pdl
+from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.torch_device import check_device, stream_handle
 from attnres_aot.runtime.weights import check_eps, check_weights
@@ -95,9 +95,10 @@ class Consumer:
 
         Raises:
           OperandError: an operand is missing, too many, or cannot be launched.
+          UsageError: `pdl` is no launch mode.
           DriverError: the driver refused.
         """
-        variant = self.variant
+        variant, pdl = self.variant, pdl is not False and check_pdl(pdl)
         extra = 2 * variant.stats + variant.aux
         if not extra <= len(rest) <= extra + 1:
             raise self._miscounted(rest)

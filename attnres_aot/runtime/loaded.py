@@ -19,7 +19,7 @@ from attnres_aot.runtime.fault import open_record
 from attnres_aot.runtime.library import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import producer_miss, variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.variants import ConsumerKey, KeyLike, Producer, Variant, consumer_key
+from attnres_aot.variants import PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
 
 if TYPE_CHECKING:
     from attnres_aot.runtime.consumer import Consumer
@@ -100,6 +100,9 @@ class LoadedBundle:
     ) -> None:
         """Puts on the device all code, for every row count, of those variants of a consumer that the bundle holds.
 
+        With a mailbox also the code of the bundle's publisher: were it first loaded while a consumer waits for its
+        rows, the load could wait for that consumer, and the rows would never come.
+
         Args:
           key: which consumer.
           slots: the sources, 0 or a number of mailbox slots.
@@ -114,8 +117,10 @@ class LoadedBundle:
             if asked not in self._ready:
                 _, count, copied, precomputed = asked
                 record = self._variants.get(str(Variant(key=key, slots=count, aux=copied, stats=precomputed)))
-                for choice in record.choices if record is not None else ():
-                    self.load_image(choice.image)
+                publisher = self._producers.get(PUBLISH) if count else None
+                for found in (record, publisher):
+                    for choice in found.choices if found is not None else ():
+                        self.load_image(choice.image)
                 self._ready.add(asked)
 
     def producer_record(self, producer: Producer) -> ProducerRecord:

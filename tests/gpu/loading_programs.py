@@ -167,14 +167,18 @@ def capture(path: str, mode: str, where: str) -> None:
     print("right:", mode, where, *bench.items)
 
 
-def beside_a_spinning_consumer(path: str) -> None:
-    """Publishers that were made but never launched start while a consumer spins, and end its waiting."""
+def beside_a_spinning_consumer(path: str, made: str) -> None:
+    """Publishers that have never been launched start while a consumer spins, and end its waiting.
+
+    They are made `before` it is launched, or `beside` it.
+    """
     bench = open_bench(path, rows=1)
     ring = bench.items["ring"]
     views, slots = ring.arena.views, ring.case.variant.slots
     sources = ring.bank.slots[:slots, ring.rows].clone()
     waiting = bench.consumer.bind(ring.case, views, spin_budget=PATIENCE)
-    publishers = [PreparedPublish(views.source, slot, bench.consumer.loaded) for slot in range(slots)]
+    make = partial(PreparedPublish, views.source, bundle=bench.consumer.loaded)
+    publishers = [make(slot) for slot in range(slots)] if made == "before" else []
     reference.arm(views.source[:, :1])
     spinning, publishing = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)
     ended = torch.cuda.Event()
@@ -183,7 +187,7 @@ def beside_a_spinning_consumer(path: str) -> None:
     def publish() -> None:
         torch.cuda.set_device(0)
         with torch.cuda.stream(publishing):
-            for publisher, source in zip(publishers, sources, strict=True):
+            for publisher, source in zip(publishers or map(make, range(slots)), sources, strict=True):
                 assert not ended.query(), "the consumer has not waited"
                 publisher.run(source)
             wait(bench.device, "publishers beside a consumer that spins", PROMPT_S)
@@ -195,7 +199,7 @@ def beside_a_spinning_consumer(path: str) -> None:
     with torch.cuda.stream(spinning):
         wait(bench.device, "the consumer that was waiting")
     check(ring)
-    print("right: published beside a spinning consumer")
+    print("right: published beside a spinning consumer,", made)
 
 
 def threads(path: str) -> None:
@@ -340,7 +344,7 @@ def bind_as_engines_do(item: Prepared) -> PreparedAttnRes:
         prepared.bind_ring(views.source)
     if variant.aux:
         prepared.bind_aux()
-    if variant.stats:
+    if views.mixture is not None and views.scal is not None:
         prepared.bind_statistics(views.mixture, views.scal, frozenset({item.case.rows}))
     assert (prepared.eps, prepared.aux) == ((EPS, OUT_EPS), variant.aux)
     assert prepared.device == views.out.device

@@ -104,11 +104,12 @@ def test_only_what_is_bound_is_loaded(bundle, weights, key, mailbox, statistics)
     prepared.bind_aux()
     assert images(bundle) == set(names[:1])  # the same code writes the copy
     prepared.bind_ring(mailbox)
-    assert images(bundle) == set(names[:2])
+    publisher = f"h{HIDDEN}-publish"  # which the consumer may be waiting for when it is first launched
+    assert images(bundle) == {*names[:2], publisher}
     prepared.bind_statistics(*statistics, rows=[])
-    assert images(bundle) == set(names[:2])  # which no launch would take
+    assert images(bundle) == {*names[:2], publisher}  # which no launch would take
     prepared.bind_statistics(*statistics, rows=[1])
-    assert images(bundle) == set(names)
+    assert images(bundle) == {*names, publisher}
 
 
 def test_every_image_that_some_row_count_takes_is_loaded(stub, bundles, weights, key, operands):
@@ -130,7 +131,7 @@ def test_each_image_is_loaded_once_for_many_consumers(stub, bundle, weights, key
     for order in ("ras", "sar"):
         for _ in range(20):
             bind_in_order(PreparedAttnRes(weights, key, 1e-5, bundle), order, mailbox, statistics)
-    assert loads(stub) == [4, 4, 4, 1, 0]
+    assert loads(stub) == [5, 5, 5, 1, 0]
 
 
 @pytest.mark.parametrize("mode", CAPTURE_MODES)
@@ -164,6 +165,14 @@ def test_the_stand_in_ends_a_capture_in_which_something_is_loaded(stub, bundle, 
     with pytest.raises(AssertionError, match="the capture was ended"), stub.capture():  # noqa: SIM117
         with pytest.raises(DriverError, match="CAPTURE_UNSUPPORTED"):
             bundle.preload()
+
+
+def test_a_first_publisher_beside_a_consumer_that_waits_loads_nothing(stub, bundle, weights, key, mailbox, operands):
+    PreparedAttnRes(weights, key, 1e-5, bundle).bind_ring(mailbox).run_ring(*operands().ring)
+    attnres_aot.compile_consumer(2, False, None, False, 8, 64, None, bundle=bundle)
+    before = loads(stub)
+    PreparedPublish(mailbox, 0, bundle).run(operands().delta)
+    assert loads(stub) == before
 
 
 def test_producers_load_when_they_are_made(stub, bundle, weights, mailbox, statistics, operands):
