@@ -1,7 +1,7 @@
 """Attention-residual (AttnRes) kernels, compiled ahead of time and launched without a compiler.
 
-A deployment needs `load` and `PreparedAttnRes`; `preload` before a CUDA graph is captured. Names are imported when
-they are first used, so that `import attnres_aot` costs next to nothing and does not import torch.
+A deployment needs `load` and `PreparedAttnRes`. Names are imported when they are first used, so that `import
+attnres_aot` costs next to nothing and does not import torch.
 """
 
 from __future__ import annotations

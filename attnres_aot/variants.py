@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from operator import index
 from typing import ClassVar
 
 from attnres_aot.errors import UsageError
@@ -58,6 +59,34 @@ class ConsumerKey:
     """Block index that receives the updated prefix, or None."""
     final: bool = False
     """The consumer at the end of the model, which rounds the mixture before the output norm."""
+
+
+KeyLike = ConsumerKey | tuple[int, bool, int | None, bool]
+"""A consumer key, or its facts in order: (nb, has_delta, write, final), with None or a negative number for no write."""
+
+
+def consumer_key(key: KeyLike) -> ConsumerKey:
+    """Returns the key that a caller means; a negative block to write is no block.
+
+    Raises:
+      UsageError: neither a ConsumerKey nor its four facts.
+    """
+    if isinstance(key, ConsumerKey):
+        return key if key.write is None or key.write >= 0 else replace(key, write=None)
+    try:
+        nb, has_delta, write, final = key
+        block = None if write is None else index(write)
+        return ConsumerKey(
+            nb=index(nb),
+            has_delta=bool(has_delta),
+            write=None if block is None or block < 0 else block,
+            final=bool(final),
+        )
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{key!r:.200} is not a consumer key; a ConsumerKey is wanted, or (nb, has_delta, write, final) with the "
+            "number of saved blocks, and -1 or None for a consumer that writes none"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from attnres_aot.runtime.driver import open_driver, refuse_after_fork
 from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.torch_device import TorchDevice, pick_device
-from attnres_aot.variants import ConsumerKey, Variant
+from attnres_aot.variants import Variant, consumer_key
 
 if TYPE_CHECKING:
     from attnres_aot.runtime.consumer import Consumer
@@ -33,7 +33,7 @@ def load(
     *,
     name: str | None = None,
 ) -> LoadedBundle:
-    """Finds the bundle for a device and reads its manifest. No code reaches the device before a launch or `preload`.
+    """Finds the bundle for a device and reads its manifest. Code reaches the device as objects are made and bound.
 
     An image file is checked against its digest when it is loaded; `preload` loads all.
 
@@ -71,7 +71,9 @@ def preload(
     dcp: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> int:
-    """Loads every image that a deployment needs, so that no later launch loads anything. Call it before capturing.
+    """Puts on the device every image that a deployment needs, and what a mailbox's spin budget needs.
+
+    Making and binding consumers and producers does the same for what each of them needs; this pays for all at once.
 
     Args:
       bundle: whose images; None is `load(device=device)`.
@@ -84,37 +86,42 @@ def preload(
 
     Raises:
       UsageError: the bundle does not serve that deployment.
-      DriverError: the driver refused, or a graph is being captured.
+      BundleError: no bundle fits, or an image is damaged.
+      DriverError: the driver refused.
     """
     return (bundle or load(device=device)).preload(tp=tp, dcp=dcp)
 
 
-def statistics_rows(tp: int, dcp: int, bundle: LoadedBundle | None = None) -> tuple[int, ...]:
-    """Returns the row counts, ascending, at which a deployment uses precomputed statistics.
+def statistics_rows(tp: int, dcp: int, bundle: LoadedBundle | None = None, *, missing: str = "error") -> frozenset[int]:
+    """Returns the row counts at which a deployment uses precomputed statistics.
 
     Args:
       tp: tensor-parallel size.
       dcp: decode-context-parallel size.
       bundle: whose tables; None is `load()`.
+      missing: what a deployment that the bundle does not serve is: `"error"`, or `"empty"` for no row counts.
 
     Raises:
-      UsageError: the bundle does not serve that deployment.
+      UsageError: the bundle does not serve that deployment, or `missing` is something else.
     """
-    return (bundle or load()).statistics_rows(tp, dcp)
+    return (bundle or load()).statistics_rows(tp, dcp, missing=missing)
 
 
-def statistics_blocks(tp: int, dcp: int, bundle: LoadedBundle | None = None) -> tuple[int, ...]:
-    """Returns the numbers of saved blocks, ascending, at which a deployment uses precomputed statistics.
+def statistics_blocks(
+    tp: int, dcp: int, bundle: LoadedBundle | None = None, *, missing: str = "error"
+) -> frozenset[int]:
+    """Returns the numbers of saved blocks at which a deployment uses precomputed statistics.
 
     Args:
       tp: tensor-parallel size.
       dcp: decode-context-parallel size.
       bundle: whose tables; None is `load()`.
+      missing: what a deployment that the bundle does not serve is: `"error"`, or `"empty"` for no numbers.
 
     Raises:
-      UsageError: the bundle does not serve that deployment.
+      UsageError: the bundle does not serve that deployment, or `missing` is something else.
     """
-    return (bundle or load()).statistics_blocks(tp, dcp)
+    return (bundle or load()).statistics_blocks(tp, dcp, missing=missing)
 
 
 def ring_fault(device: torch.device | str | int | None = None) -> RingFault | None:
@@ -133,7 +140,7 @@ def ring_fault(device: torch.device | str | int | None = None) -> RingFault | No
 
 def compile_consumer(  # noqa: PLR0913, PLR0917 - the signature that callers know
     nb: int,
-    delta: bool,
+    has_delta: bool,
     write: int | None,
     final: bool,
     slots: int,
@@ -146,41 +153,51 @@ def compile_consumer(  # noqa: PLR0913, PLR0917 - the signature that callers kno
 ) -> Consumer:
     """Returns a launchable from a bundle. Compiles nothing: the name is that of the call which it replaces.
 
+    Its code is on the device when this returns. Equal arguments give the same object.
+
     Args:
       nb: saved blocks that are mixed.
-      delta: the source is added to the prefix.
+      has_delta: the source is added to the prefix.
       write: block that receives the updated prefix; None or a negative number for none.
       final: the consumer at the end of the model.
       slots: mailbox slots; 0 for an ordinary source.
       cap: rows per mailbox slot; ignored for an ordinary source.
-      arch: arch whose code is wanted, e.g. `sm_90`; None takes the bundle's.
+      arch: arch whose code is wanted: that of the bundle, or any form of the device's, e.g. `sm_90a` where a bundle for
+        `sm_90` has been loaded on such a device; None takes the bundle's.
       aux: with an aux copy.
       stats: nonzero takes precomputed statistics.
       bundle: where the code comes from; None is `load()`.
 
     Raises:
-      UsageError: `arch` is not the bundle's, or `cap` is not positive.
+      UsageError: `arch` is neither the bundle's nor the device's, or `cap` is not positive.
       VariantMissError: the bundle does not hold the variant.
       DriverError: the driver refused to load it.
     """
     where = bundle or load()
-    have = where.bundle.manifest.arch
-    if arch is not None and str(parse_arch(str(arch))) not in (have.requested, have.proven):
-        raise UsageError(
-            f"asked for {str(arch)!r}, but the bundle at {where.bundle.path} is for {have.requested!r}; load the "
-            f"bundle for that arch, or build it: attnres-aot build --arch {arch}"
-        )
+    _check_arch(arch, where)
     if slots and cap < 1:
         raise UsageError(f"a mailbox of {cap} rows per slot was asked for; at least 1 is needed")
-    key = ConsumerKey(
-        nb=nb, has_delta=bool(delta), write=None if write is None or write < 0 else write, final=bool(final)
-    )
+    key = consumer_key((nb, has_delta, write, final))
     variant = Variant(key=key, slots=slots, aux=bool(aux), stats=bool(stats))
-    from attnres_aot.runtime.consumer import Consumer
+    from attnres_aot.runtime.consumer import take_consumer
 
-    for choice in where.record(variant).choices:
-        where.load_image(choice.image)
-    return Consumer(bundle=where, variant=variant, capacity=cap if slots else 0)
+    return take_consumer(where, variant, cap if slots else 0)
+
+
+def _check_arch(arch: Arch | str | None, loaded: LoadedBundle) -> None:
+    """Refuses an arch that is neither the bundle's, nor that of the device on which its code runs, in whatever form."""
+    have = loaded.bundle.manifest.arch
+    if arch is None or str(arch) in (have.requested, have.proven):
+        return
+    asked = parse_arch(str(arch))
+    device = loaded.device
+    capability = open_driver().capability(device.ordinal)
+    if asked.capability != capability:
+        raise UsageError(
+            f"asked for {str(arch)!r}, but the bundle at {loaded.bundle.path} is for {have.requested!r}, and "
+            f"{device.device} is of compute capability {capability[0]}.{capability[1]}; load the bundle for that arch "
+            f"on such a device, or build it: attnres-aot build --arch {arch}"
+        )
 
 
 def _load(path: str | os.PathLike[str] | None, device: TorchDevice, name: str | None) -> LoadedBundle:

@@ -19,7 +19,7 @@ from attnres_aot.runtime.miss import variant_miss
 from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.weights import check_eps, check_weights
-from attnres_aot.variants import ConsumerKey, Variant
+from attnres_aot.variants import ConsumerKey, KeyLike, Variant, consumer_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +52,7 @@ class BoundConsumer:
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
-        key: ConsumerKey,
+        key: KeyLike,
         eps: float | tuple[float, float],
         bundle: LoadedBundle,
         *,
@@ -61,7 +61,7 @@ class BoundConsumer:
         fallback: Fallback | None,
     ) -> None:
         """Checks and keeps what `PreparedAttnRes` was given; arguments and errors are described there."""
-        self._bundle, self._key, self._fallback = bundle, key, fallback
+        self._bundle, self._key, self._fallback = bundle, consumer_key(key), fallback
         self._weights = check_weights(weights, bundle.hidden)
         self._check_device("weights", self._weights.norm)
         self._eps = check_eps(eps)
@@ -69,8 +69,9 @@ class BoundConsumer:
         self._aux = False
         self._mailbox: Ring | None = None
         self._statistics: Statistics | None = None
-        if fallback is None and not bundle.holds_key(key):
-            raise variant_miss(bundle.bundle, Variant(key=key))
+        if fallback is None and not bundle.holds_key(self._key):
+            raise variant_miss(bundle.bundle, Variant(key=self._key))
+        self._load()
         self._renew_routes()
 
     def __repr__(self) -> str:
@@ -83,6 +84,31 @@ class BoundConsumer:
     def key(self) -> ConsumerKey:
         """Which consumer this is."""
         return self._key
+
+    @property
+    def device(self) -> torch.device:
+        """Where it launches."""
+        return self._bundle.device.device
+
+    @property
+    def eps(self) -> tuple[float, float]:
+        """Epsilons under the logits and of the output norm."""
+        return self._eps
+
+    @property
+    def ring(self) -> torch.Tensor | None:
+        """The bound mailbox, None without one."""
+        return self.mailbox
+
+    @property
+    def aux(self) -> bool:
+        """Whether launches may write an aux copy."""
+        return self._aux
+
+    @property
+    def stats(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The bound (mixture, scal), None without."""
+        return None if self._statistics is None else (self._statistics.mixture, self._statistics.scal)
 
     @property
     def checks(self) -> bool:
@@ -108,11 +134,13 @@ class BoundConsumer:
         Raises:
           OperandError: the mailbox cannot be used; one line for every problem.
           VariantMissError: the bundle has no ring variant of that many slots, and there is no fallback.
-          DriverError: the driver refused the memory for a fault record, which a spin budget needs.
+          BundleError: an image is damaged.
+          DriverError: the driver refused code, or the memory for a fault record, which a spin budget needs.
         """
         ring = make_ring(mailbox, spin_budget, self._bundle.hidden)
         self._check_device("mailbox", mailbox)
         self._require(Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True))
+        self._load(ring=ring)
         if spin_budget:
             open_record(self._bundle.device.ordinal)
         self._mailbox = ring
@@ -127,9 +155,12 @@ class BoundConsumer:
 
         Raises:
           VariantMissError: the bundle has no aux variant of this consumer, and there is no fallback.
+          BundleError: an image is damaged.
+          DriverError: the driver refused code.
         """
         slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
         self._require(Variant(key=self._key, slots=count, aux=True) for count in slots)
+        self._load(aux=True)
         self._aux = True
         self._rebind()
         return self
@@ -150,12 +181,15 @@ class BoundConsumer:
         Raises:
           OperandError: a tensor or a row count cannot be used; one line for every problem.
           VariantMissError: the bundle has no statistics variant of this consumer, and there is no fallback.
+          BundleError: an image is damaged.
+          DriverError: the driver refused code.
         """
         statistics = make_statistics(mixture, scal, rows, self._bundle.hidden)
         self._check_device("mixture", mixture)
         self._check_device("scal", scal)
         slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
         self._require(Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True))
+        self._load(statistics=statistics)
         self._statistics = statistics
         self._rebind()
         return self
@@ -200,6 +234,16 @@ class BoundConsumer:
             statistics=self._statistics,
             pdl=self._pdl,
             checks=self._checks,
+        )
+
+    def _load(self, *, ring: Ring | None = None, aux: bool = False, statistics: Statistics | None = None) -> None:
+        """Puts on the device all code that launches can need, what is bound and what is about to be taken together."""
+        mailbox, taken = ring or self._mailbox, statistics or self._statistics
+        self._bundle.load_variants(
+            self._key,
+            slots=(0,) if mailbox is None else (0, mailbox.slots),
+            aux=(False, True) if aux or self._aux else (False,),
+            stats=(False, True) if taken is not None and taken.rows else (False,),
         )
 
     def _require(self, variants: Iterable[Variant]) -> None:

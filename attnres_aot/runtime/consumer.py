@@ -1,56 +1,93 @@
-"""A launchable taken from a bundle by the facts of a consumer, for callers that pass everything with each call."""
+"""A launchable taken from a bundle by the facts of a consumer, for callers that pass everything with each call.
+
+What it was called with is remembered by address and layout, as numbers alone: it keeps no tensor alive, and calls with
+the same operands again cost a look-up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import weakref
+from typing import Any
 
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.records import dataclass
+from attnres_aot.runtime.binding import Binding, Ring, make_ring, make_statistics
+from attnres_aot.runtime.guards import Guard, make_guard
+from attnres_aot.runtime.launch import Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.pdl import Pdl
-from attnres_aot.runtime.prepared import PreparedAttnRes
+from attnres_aot.runtime.pdl import Pdl, check_pdl
+from attnres_aot.runtime.route import Route
+from attnres_aot.runtime.torch_device import check_device, stream_handle
+from attnres_aot.runtime.weights import check_eps, check_weights
 from attnres_aot.variants import Variant
 
+_MAX_CALLS = 4096
+"""Addresses with row counts that are remembered; beyond it all are forgotten and made again."""
+_MAX_ALIKE = 8
+"""Layouts remembered for each."""
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+_Call = tuple[Guard, Launcher]
+"""Tells whether tensors are laid out as those of an earlier call, and launches them."""
+_alive: weakref.WeakSet[Consumer] = weakref.WeakSet()
+
+
 class Consumer:
-    """One variant of a bundle, loaded on its device. Calls check everything each time; bind once where time counts."""
+    """One variant of a bundle, on its device. Several threads may call the same object.
 
-    bundle: LoadedBundle
-    """Where the code comes from."""
-    variant: Variant
-    """What is launched."""
-    capacity: int
-    """Rows per mailbox slot; 0 for an ordinary source."""
+    `bundle` is where the code comes from, `variant` what is launched, `capacity` the rows per mailbox slot, 0 for an
+    ordinary source.
+    """
 
-    def __call__(  # noqa: PLR0913 - the operands of the kernel
+    __slots__ = ("__weakref__", "_calls", "bundle", "capacity", "variant")
+
+    def __init__(self, bundle: LoadedBundle, variant: Variant, capacity: int) -> None:
+        """Puts the code on the device.
+
+        Raises:
+          VariantMissError: the bundle does not hold the variant.
+          BundleError: an image is damaged.
+          DriverError: the driver refused.
+        """
+        bundle.record(variant)
+        bundle.load_variants(variant.key, slots=(variant.slots,), aux=(variant.aux,), stats=(variant.stats,))
+        self.bundle, self.variant, self.capacity = bundle, variant, capacity
+        self._calls: dict[tuple[Any, ...], tuple[_Call, ...]] = {}
+        _alive.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Consumer {self.variant} of {self.bundle!r}>"
+
+    def __call__(  # noqa: PLR0913, PLR0917 - the operands of the kernel, in the order that callers know
         self,
         source: torch.Tensor,
         prefix: torch.Tensor,
         blocks: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        norm: torch.Tensor,
+        query: torch.Tensor,
+        out_norm: torch.Tensor,
         out: torch.Tensor,
-        *,
-        eps: float | tuple[float, float],
-        aux: torch.Tensor | None = None,
-        mixture: torch.Tensor | None = None,
-        scal: torch.Tensor | None = None,
+        eps: float,
+        out_eps: float,
+        *rest: Any,
         pdl: Pdl = False,
     ) -> torch.Tensor:
-        """Launches once, on the current stream; the operands are those of `PreparedAttnRes`.
+        """Launches once; the operands are those of `PreparedAttnRes`. With no rows, launches nothing.
 
         Args:
           source: the delta [rows, H], or the mailbox [slots, capacity, H].
           prefix: [rows, H], updated.
           blocks: [rows, B, H].
-          weights: (norm, query, out_norm), each [H].
+          norm: [H], weight of the norm under the logits.
+          query: [H] or [1, H], the projection.
+          out_norm: [H], weight of the output norm.
           out: [rows, H], written.
-          eps: one epsilon, or (under the logits, of the output norm).
-          aux: [rows, H], for a variant with an aux copy.
-          mixture: [cap, H] fp32, for a variant with statistics.
-          scal: [cap, 2] fp32, for a variant with statistics.
+          eps: epsilon under the logits.
+          out_eps: epsilon of the output norm.
+          *rest: what the variant takes besides, in this order: mixture [cap, H] and scal [cap, 2], fp32, for one with
+            statistics; aux [rows, H] for one with an aux copy; last the stream, as torch's object, as a handle, or as
+            anything that `int` takes; None, or nothing, is torch's current stream of the device.
           pdl: launch mode, as for `PreparedAttnRes`.
 
         Returns:
@@ -58,26 +95,98 @@ class Consumer:
 
         Raises:
           OperandError: an operand is missing, too many, or cannot be launched.
+          UsageError: `pdl` is no launch mode.
           DriverError: the driver refused.
         """
+        variant, pdl = self.variant, pdl is not False and check_pdl(pdl)
+        extra = 2 * variant.stats + variant.aux
+        if not extra <= len(rest) <= extra + 1:
+            raise self._miscounted(rest)
+        stream = rest[extra] if len(rest) > extra else None
+        bound = (norm, query, out_norm, *rest[: 2 * variant.stats], *((source,) if variant.slots else ()))
+        operands = (*(() if variant.slots else (source,)), prefix, blocks, out, *rest[2 * variant.stats : extra])
+        try:
+            key = (eps, out_eps, pdl, out.shape, *[tensor.data_ptr() for tensor in bound])
+            known = self._calls.get(key, ())
+        except (AttributeError, RuntimeError, TypeError):
+            key, known = None, ()  # not even tensors and numbers, which is refused below
+        plan = next((plan for accepts, plan in known if accepts(*bound, *operands)), None)
+        if plan is None:
+            plan = Route().find(self._bind(bound, out, (eps, out_eps), pdl=pdl), operands)
+            self._remember(key, (make_guard((*bound, *operands)), plan))
+        handle = None if stream is None else stream_handle(stream, self.bundle.device)
+        plan.launch(tuple([tensor.data_ptr() for tensor in operands]), handle)
+        return out
+
+    def forget_calls(self) -> None:
+        """Makes every call check and look for its plan again."""
+        self._calls = {}
+
+    def _bind(self, bound: tuple[Any, ...], out: Any, eps: tuple[float, float], *, pdl: Pdl) -> Binding:
+        """Checks what an engine that binds would have bound: (norm, query, out_norm, [mixture, scal], [mailbox])."""
+        variant, bundle = self.variant, self.bundle
+        weights = check_weights(bound[:3], bundle.hidden)
+        ring, statistics = None, None
+        if variant.stats:
+            rows = out.shape[:1] if isinstance(out, torch.Tensor) else ()
+            statistics = make_statistics(bound[3], bound[4], [count for count in rows if count], bundle.hidden)
+        if variant.slots:
+            ring = self._take_mailbox(bound[-1])
+        for name, tensor in zip(self._bound_names(), bound, strict=True):
+            check_device(name, tensor, bundle.device)
+        return Binding(
+            bundle=bundle,
+            handle=0,
+            key=variant.key,
+            weights=weights,
+            eps=check_eps(eps),
+            ring=ring,
+            aux=variant.aux,
+            statistics=statistics,
+            pdl=pdl,
+            checks=True,
+        )
+
+    def _remember(self, key: tuple[Any, ...] | None, call: _Call) -> None:
+        if key is not None:
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls = {}
+            self._calls[key] = (call, *self._calls.get(key, ())[: _MAX_ALIKE - 1])
+
+    def _take_mailbox(self, source: Any) -> Ring:
+        ring = make_ring(source, 0, self.bundle.hidden)
+        if (ring.slots, ring.capacity) != (self.variant.slots, self.capacity):
+            wanted = [self.variant.slots, self.capacity, self.bundle.hidden]
+            raise OperandError(f"source is {list(source.shape)}; a mailbox {wanted} is wanted")
+        return ring
+
+    def _bound_names(self) -> tuple[str, ...]:
         variant = self.variant
-        for name, given, wanted in (
-            ("aux", aux is not None, variant.aux),
-            ("mixture", mixture is not None, variant.stats),
-            ("scal", scal is not None, variant.stats),
-        ):
-            if given != wanted:
-                raise OperandError(
-                    f"{name} was {'' if given else 'not '}passed, but {variant} takes {'it' if wanted else 'none'}"
-                )
-        prepared = PreparedAttnRes(weights, variant.key, eps, self.bundle, pdl=pdl)
-        if variant.aux:
-            prepared.bind_aux()
-        if mixture is not None and scal is not None and out.shape[0]:
-            prepared.bind_statistics(mixture, scal, [out.shape[0]])
-        if not variant.slots:
-            return prepared.run(source, prefix, blocks, out, aux)
-        if source.shape[:2] != (variant.slots, self.capacity):
-            shape = [variant.slots, self.capacity, self.bundle.hidden]
-            raise OperandError(f"source is {list(source.shape)}; a mailbox {shape} is wanted")
-        return prepared.bind_ring(source).run_ring(prefix, blocks, out, aux)
+        statistics = ("mixture", "scal") if variant.stats else ()
+        return ("norm", "query", "out_norm", *statistics, *(("source",) if variant.slots else ()))
+
+    def _miscounted(self, rest: tuple[Any, ...]) -> OperandError:
+        variant = self.variant
+        names = [*(("mixture", "scal") if variant.stats else ()), *(("aux",) if variant.aux else ()), "stream"]
+        return OperandError(
+            f"{len(rest)} arguments follow out_eps, but {variant} takes {', '.join(names)} there, of which the stream "
+            "may be left out"
+        )
+
+
+def take_consumer(bundle: LoadedBundle, variant: Variant, capacity: int) -> Consumer:
+    """Returns the one launchable of a bundle for a variant and a number of rows per mailbox slot."""
+    found = bundle.consumers.get((variant, capacity))
+    if found is None:
+        made = Consumer(bundle, variant, capacity)
+        found = bundle.consumers.setdefault((variant, capacity), made)  # one step, so that threads get one object
+    return found
+
+
+def _forget_all_calls() -> None:
+    """Makes every call in a forked child look for its plan again, which is refused there."""
+    for consumer in list(_alive):
+        consumer.forget_calls()
+
+
+os.register_at_fork(after_in_child=_forget_all_calls)

@@ -1,7 +1,7 @@
 """Owns the connection to the CUDA driver: opening libcuda on first use, its functions, and errors with its names.
 
 Nothing is opened at import. Handles never become invalid: what is created here lives as long as the process. A child
-that was forked after the driver was initialised cannot use CUDA, so every use there is refused.
+that was forked after the driver was initialised, by whomever, cannot use CUDA, so every use there is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ MIN_DRIVER = "550.54.14"
 """The Linux driver release that came with MIN_CUDA."""
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: this thread has no current context."""
+WRONG_CONTEXT = frozenset({INVALID_CONTEXT, 400, 709})
+"""What a launch answers while no context is current, or another one than its own (INVALID_HANDLE, as handles belong to
+a context), or one that is gone (CONTEXT_IS_DESTROYED)."""
 
 FUNCTIONS = (
     "cuCtxGetCurrent",
@@ -32,6 +35,7 @@ FUNCTIONS = (
     "cuDeviceGetCount",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
+    "cuFuncLoad",
     "cuGetErrorName",
     "cuGetErrorString",
     "cuInit",
@@ -44,23 +48,27 @@ FUNCTIONS = (
     "cuLibraryLoadData",
     "cuMemHostAlloc",
     "cuStreamIsCapturing",
+    "cuThreadExchangeStreamCaptureMode",
 )
 """Every driver function that the loader calls."""
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-_INVALID_VALUE = 1
+_INVALID_VALUE, _NOT_INITIALIZED = 1, 3
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _FORKED = (
-    "this process was forked after its parent had initialised CUDA through attnres_aot, and CUDA does not survive a "
-    "fork: start workers with the 'spawn' or 'forkserver' method, or load the bundle in the worker only"
+    "this process was forked after its parent had initialised CUDA, and CUDA does not survive a fork: start workers "
+    "with the 'spawn' or 'forkserver' method, or use CUDA (torch's included) in the worker only"
 )
 _CAPTURE_ADVICE = (
-    "a stream capture forbids this; call attnres_aot.preload() before capturing, so that nothing loads during a capture"
+    "a stream capture forbids this; make and bind consumers and producers before capturing, which puts on the device "
+    "all that their launches need"
 )
 _ADVICE = {
     2: "free device memory, or load the bundle before the engine takes all of it",
     100: "no GPU is visible: check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus option",
     200: "the image is damaged or of another toolkit generation: run 'attnres-aot verify' on the bundle",
     201: "make the device current on this thread first, e.g. with torch.cuda.set_device",
+    400: "the stream belongs to another device or context, or is gone: launch on a stream of the bundle's device",
     209: "the bundle's code does not run on this GPU: build one for its arch (attnres-aot doctor names it)",
     300: "the bundle's file was not accepted: run 'attnres-aot verify' on the bundle",
     700: "an earlier kernel on this device accessed invalid memory and the process cannot go on: find it with "
@@ -74,6 +82,7 @@ _ADVICE = {
     "driver library that the container brings",
     804: "this GPU does not support the CUDA compatibility package: remove it from LD_LIBRARY_PATH",
     **dict.fromkeys(range(900, 910), _CAPTURE_ADVICE),
+    901: "an earlier call ended the capture of this stream: the first error after the capture began says which",
     912: "this GPU cannot place the kernel's cluster: is it a MIG slice? Use a larger one",
 }
 
@@ -178,6 +187,29 @@ class Current:
         self._driver.lib.cuCtxPopCurrent_v2(ctypes.byref(popped))
 
 
+class Relaxed:
+    """Lets this thread allocate and load within a `with` block while streams are being captured, by it or by others.
+
+    Without it either ends every capture of this thread that is not relaxed, and every global one of other threads. It
+    is right for what does not belong to any graph: code and memory that stay for the life of the process.
+    """
+
+    __slots__ = ("_driver", "_mode")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._mode = driver, ctypes.c_int(_RELAXED)
+
+    def __enter__(self) -> None:
+        self._exchange()
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        status = self._driver.lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(self._mode))
+        self._driver.check(status, "change how this thread takes part in stream captures")
+
+
 class _Process:
     """What this process knows of the driver; replaced as a whole by tests."""
 
@@ -245,5 +277,8 @@ def _open(name: str) -> Driver:
             f"driver's own library; install driver {MIN_DRIVER} or later"
         )
     driver = Driver(lib)
-    driver.check(lib.cuInit(0), "start")
+    status = lib.cuInit(0)
+    if status == _NOT_INITIALIZED:  # what it answers in a child of a process that had initialised it
+        raise DriverError(_FORKED)
+    driver.check(status, "start")
     return driver

@@ -13,7 +13,7 @@ import struct
 import threading
 
 from attnres_aot.records import dataclass
-from attnres_aot.runtime.driver import Current, open_driver
+from attnres_aot.runtime.driver import Current, Driver, Relaxed, open_driver
 from attnres_aot.variants import Variant
 
 _RECORD = struct.Struct("<4i")
@@ -65,6 +65,7 @@ class RingFault:
 
 
 _lock = threading.Lock()
+_opening = threading.Lock()  # apart, so that launching and reading never wait for an allocation
 _records: dict[int, ctypes.c_void_p] = {}  # device -> its record
 _tags: dict[RingLaunch, int] = {}
 _launches: list[RingLaunch] = []  # by tag - 1
@@ -73,22 +74,28 @@ _launches: list[RingLaunch] = []  # by tag - 1
 def open_record(ordinal: int) -> int:
     """Returns the address of a device's record, the same for the host and for kernels, allocated on first use.
 
+    Does no harm to streams that are being captured, on this thread or on others.
+
     Raises:
       DriverError: the driver refused.
     """
     driver = open_driver()
-    with _lock:
-        record = _records.get(ordinal)
-        if record is None:
-            record = ctypes.c_void_p()
-            with Current(driver, ordinal):
-                size = ctypes.c_size_t(_RECORD.size)
-                status = driver.lib.cuMemHostAlloc(ctypes.byref(record), size, _PORTABLE_AND_MAPPED)
-            driver.check(status, f"allocate the fault record of device {ordinal}")
-            ctypes.memset(record, 0, _RECORD.size)
-            _records[ordinal] = record
+    record = _records.get(ordinal)
+    if record is None:
+        with _opening:
+            record = _records.get(ordinal) or _allocate(driver, ordinal)
     assert record.value is not None
     return record.value
+
+
+def _allocate(driver: Driver, ordinal: int) -> ctypes.c_void_p:
+    record, size = ctypes.c_void_p(), ctypes.c_size_t(_RECORD.size)
+    with Relaxed(driver), Current(driver, ordinal):
+        status = driver.lib.cuMemHostAlloc(ctypes.byref(record), size, _PORTABLE_AND_MAPPED)
+    driver.check(status, f"allocate the fault record of device {ordinal}")
+    ctypes.memset(record, 0, _RECORD.size)
+    _records[ordinal] = record
+    return record
 
 
 def fault_arguments(launch: RingLaunch, ordinal: int) -> dict[str, int]:
@@ -104,7 +111,7 @@ def fault_arguments(launch: RingLaunch, ordinal: int) -> dict[str, int]:
 def read_fault(ordinal: int | None = None) -> RingFault | None:
     """Returns the fault of a device, or of any; None if no ring kernel has given up. Makes no CUDA call."""
     with _lock:
-        for number, record in _records.items():
+        for number, record in list(_records.items()):
             tag, row, slot, vector = _RECORD.unpack(ctypes.string_at(record, _RECORD.size))
             if ordinal in (None, number) and 1 <= tag <= len(_launches):
                 launch = _launches[tag - 1]

@@ -23,7 +23,7 @@ import torch
 
 from attnres_aot.errors import DriverError
 from attnres_aot.records import dataclass
-from attnres_aot.runtime.driver import INVALID_CONTEXT, Current, Driver
+from attnres_aot.runtime.driver import WRONG_CONTEXT, Current, Driver
 from attnres_aot.runtime.fault import read_fault
 from attnres_aot.runtime.library import LoadedKernel
 from attnres_aot.runtime.torch_device import TorchDevice
@@ -121,11 +121,12 @@ class Plan:
             self,
         )  # fmt: skip
 
-    def launch(self, pointers: tuple[int, ...]) -> None:
-        """Launches on the current stream of the device.
+    def launch(self, pointers: tuple[int, ...], stream: int | None = None) -> None:
+        """Launches on a stream of the device.
 
         Args:
           pointers: device addresses, in the order of the constructor's `pointers`.
+          stream: raw handle of the stream; None is torch's current one.
 
         Raises:
           OperandError: checks are on and an address is unaligned, or operands overlap.
@@ -136,7 +137,8 @@ class Plan:
             slot = pop()
         except IndexError:
             slot = self.make_slot()
-        stream = current_stream(ordinal)
+        if stream is None:
+            stream = current_stream(ordinal)
         if slot.pointers != pointers or slot.stream != stream:
             self.fill(slot, pointers, stream)
         call = slot.call
@@ -167,13 +169,18 @@ class Plan:
             return slot.call()
 
     def recover(self, slot: Slot, status: int) -> None:
-        """Launches again if all that was missing is a context on this thread; otherwise raises."""
-        lib = self._driver.lib
-        if status == INVALID_CONTEXT:
-            found = ctypes.c_void_p()
-            if lib.cuCtxGetCurrent(ctypes.byref(found)) == 0 and not found.value:
-                lib.cuCtxSetCurrent(self._driver.context(self._device.ordinal))
+        """Launches again if all that was wrong is the context that is current on this thread; otherwise raises.
+
+        A thread without one gets the device's primary context, as torch would give it. Where another library's is
+        current, it stays so: torch's default stream, too, means that of the primary context.
+        """
+        if status in WRONG_CONTEXT:
+            lib, found, mine = self._driver.lib, ctypes.c_void_p(), self._driver.context(self._device.ordinal)
+            if lib.cuCtxGetCurrent(ctypes.byref(found)) or not found.value:
+                lib.cuCtxSetCurrent(mine)
                 status = slot.call()
+            elif found.value != mine.value:
+                status = self.call_elsewhere(slot)
         if status:
             raise self._refused(status)
 
@@ -210,7 +217,7 @@ class NoPlan:
         """Returns False."""
         return False
 
-    def launch(self, pointers: tuple[int, ...]) -> None:
+    def launch(self, pointers: tuple[int, ...], stream: int | None = None) -> None:
         """Does nothing."""
 
 

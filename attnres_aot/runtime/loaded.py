@@ -1,31 +1,38 @@
-"""A bundle on a device: which image serves a variant, loading it on demand, and the statistics tables.
+"""A bundle on a device: which images serve a variant, putting them on the device, and the statistics tables.
 
-`load` returns one. Nothing is loaded into the driver until it is first launched or `preload` is called.
+`load` returns one. Code reaches the device when a consumer or producer is made or bound, or by `preload`; launches find
+it there and load nothing.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.bundle import Bundle
 from attnres_aot.bundle.manifest_check import variant_of
-from attnres_aot.errors import BundleError, UsageError
+from attnres_aot.errors import BundleError, DriverError, UsageError
 from attnres_aot.manifest import Choice, ProducerRecord, VariantRecord
+from attnres_aot.runtime.fault import open_record
 from attnres_aot.runtime.library import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import producer_miss, variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.variants import ConsumerKey, Producer, Variant
+from attnres_aot.variants import PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
+
+if TYPE_CHECKING:
+    from attnres_aot.runtime.consumer import Consumer
 
 
 class LoadedBundle:
     """A bundle whose manifest has been read and checked, for one device. Safe to use from several threads.
 
-    `bundle` holds path and manifest, `device` the device.
+    `bundle` holds path and manifest, `device` the device, `consumers` what `compile_consumer` has handed out, by
+    variant and rows per mailbox slot.
     """
 
-    __slots__ = ("_images", "_kernels", "_lock", "_producers", "_variants", "bundle", "device")
+    __slots__ = ("_images", "_kernels", "_producers", "_ready", "_variants", "bundle", "consumers", "device")
 
     def __init__(self, bundle: Bundle, device: TorchDevice) -> None:
         _check_parameters(bundle)
@@ -35,7 +42,8 @@ class LoadedBundle:
         self._producers = {record.name: record for record in bundle.manifest.producers}
         self._images = {image.name: image for image in bundle.manifest.images}
         self._kernels: dict[str, LoadedKernel] = {}
-        self._lock = threading.Lock()
+        self.consumers: dict[tuple[Variant, int], Consumer] = {}
+        self._ready: set[tuple[ConsumerKey, int, bool, bool]] = set()
 
     def __repr__(self) -> str:
         manifest = self.bundle.manifest
@@ -52,9 +60,10 @@ class LoadedBundle:
     def __contains__(self, variant: Variant) -> bool:
         return str(variant) in self._variants
 
-    def holds_key(self, key: ConsumerKey) -> bool:
+    def holds_key(self, key: KeyLike) -> bool:
         """Tells whether the bundle holds any variant of a consumer."""
-        return Variant(key=key) in self or any(variant_of(record).key == key for record in self._variants.values())
+        wanted = consumer_key(key)
+        return Variant(key=wanted) in self or any(variant_of(each).key == wanted for each in self._variants.values())
 
     def record(self, variant: Variant) -> VariantRecord:
         """Returns the manifest's record of a variant.
@@ -68,14 +77,51 @@ class LoadedBundle:
         return found
 
     def kernel(self, variant: Variant, rows: int) -> LoadedKernel:
-        """Returns the kernel that serves `rows` rows of a variant, loading it if needed.
+        """Returns the kernel that serves `rows` rows of a variant, loading it if needed; launches take `launchable`.
 
         Raises:
           VariantMissError: the bundle does not hold the variant.
           BundleError: the image is damaged.
-          DriverError: the driver refused, or a graph is being captured and the image is not loaded.
+          DriverError: the driver refused.
         """
         return self.load_image(_chosen(self.record(variant).choices, rows))
+
+    def launchable(self, variant: Variant, rows: int) -> LoadedKernel:
+        """Returns the kernel that serves `rows` rows of a variant. Loads nothing: binding has put it on the device.
+
+        Raises:
+          VariantMissError: the bundle does not hold the variant.
+          DriverError: it is not on the device.
+        """
+        return self._find(_chosen(self.record(variant).choices, rows), variant)
+
+    def load_variants(
+        self, key: ConsumerKey, *, slots: Iterable[int], aux: Iterable[bool], stats: Iterable[bool]
+    ) -> None:
+        """Puts on the device all code, for every row count, of those variants of a consumer that the bundle holds.
+
+        With a mailbox also the code of the bundle's publisher: were it first loaded while a consumer waits for its
+        rows, the load could wait for that consumer, and the rows would never come.
+
+        Args:
+          key: which consumer.
+          slots: the sources, 0 or a number of mailbox slots.
+          aux: with and without an aux copy.
+          stats: with and without statistics.
+
+        Raises:
+          BundleError: an image is damaged.
+          DriverError: the driver refused.
+        """
+        for asked in itertools.product((key,), slots, aux, stats):
+            if asked not in self._ready:
+                _, count, copied, precomputed = asked
+                record = self._variants.get(str(Variant(key=key, slots=count, aux=copied, stats=precomputed)))
+                publisher = self._producers.get(PUBLISH) if count else None
+                for found in (record, publisher):
+                    for choice in found.choices if found is not None else ():
+                        self.load_image(choice.image)
+                self._ready.add(asked)
 
     def producer_record(self, producer: Producer) -> ProducerRecord:
         """Returns the manifest's record of a producer.
@@ -88,21 +134,35 @@ class LoadedBundle:
             raise producer_miss(self.bundle, producer)
         return found
 
-    def producer_kernel(self, producer: Producer, rows: int) -> LoadedKernel:
-        """Returns the kernel that serves `rows` rows of a producer, loading it if needed; raises as `kernel` does."""
-        return self.load_image(_chosen(self.producer_record(producer).choices, rows))
+    def launchable_producer(self, producer: Producer, rows: int) -> LoadedKernel:
+        """Returns the kernel that serves `rows` rows of a producer; loads nothing and raises as `launchable` does."""
+        return self._find(_chosen(self.producer_record(producer).choices, rows), producer)
+
+    def load_producer(self, producer: Producer) -> None:
+        """Puts on the device all code of a producer, for every row count; raises as `load_variants` does."""
+        for choice in self.producer_record(producer).choices:
+            self.load_image(choice.image)
 
     def load_image(self, name: str) -> LoadedKernel:
-        """Loads one image, or returns it if it is loaded already."""
+        """Puts one image on the device, or returns it if it is there already."""
         found = self._kernels.get(name)
         if found is None:
-            with self._lock:
-                found = load_kernel(self.bundle, self._images[name], self.device)
-                self._kernels[name] = found
+            found = self._kernels[name] = load_kernel(self.bundle, self._images[name], self.device)
+        return found
+
+    def _find(self, name: str, what: Variant | Producer) -> LoadedKernel:
+        found = self._kernels.get(name)
+        if found is None:
+            raise DriverError(
+                f"image {name!r} of {self.bundle.path}, which {what} needs, is not on {self.device.device}, and a "
+                "launch loads nothing; make the object that launches it anew, or call attnres_aot.preload()"
+            )
         return found
 
     def preload(self, *, tp: int | None = None, dcp: int | None = None) -> int:
-        """Loads every image that a deployment needs, so that no later launch loads anything.
+        """Puts on the device every image that a deployment needs, and what a mailbox's spin budget needs.
+
+        Objects made later find it there. Making and binding them does the same for what they need.
 
         Args:
           tp: tensor-parallel size; None loads for every one in the bundle.
@@ -124,15 +184,29 @@ class LoadedBundle:
         names = dict.fromkeys(self._images if (tp, dcp) == (None, None) else self._images_for(wanted))
         for name in names:
             self.load_image(name)
+        if self.bundle.manifest.mailbox.slots:
+            open_record(self.device.ordinal)
         return len(names)
 
-    def statistics_rows(self, tp: int, dcp: int) -> tuple[int, ...]:
-        """Returns the row counts, ascending, at which a deployment uses precomputed statistics."""
-        return _switched_on(self._table(tp, dcp)[0])
+    def statistics_rows(self, tp: int, dcp: int, *, missing: str = "error") -> frozenset[int]:
+        """Returns the row counts at which a deployment uses precomputed statistics.
 
-    def statistics_blocks(self, tp: int, dcp: int) -> tuple[int, ...]:
-        """Returns the numbers of saved blocks, ascending, at which a deployment uses precomputed statistics."""
-        return _switched_on(self._table(tp, dcp)[1])
+        Args:
+          tp: tensor-parallel size.
+          dcp: decode-context-parallel size.
+          missing: what a deployment that the bundle does not serve is: `"error"`, or `"empty"` for no row counts.
+
+        Raises:
+          UsageError: the bundle does not serve that deployment, or `missing` is something else.
+        """
+        return _switched_on(self._table(tp, dcp, missing)[0])
+
+    def statistics_blocks(self, tp: int, dcp: int, *, missing: str = "error") -> frozenset[int]:
+        """Returns the numbers of saved blocks at which a deployment uses precomputed statistics.
+
+        Arguments and errors are those of `statistics_rows`.
+        """
+        return _switched_on(self._table(tp, dcp, missing)[1])
 
     def _images_for(self, deployments: list[tuple[int, int]]) -> Iterator[str]:
         wanted = set(deployments)
@@ -142,10 +216,14 @@ class LoadedBundle:
             if not wanted.isdisjoint(record.deployments):
                 yield from (choice.image for choice in record.choices)
 
-    def _table(self, tp: int, dcp: int) -> tuple[str, str]:
+    def _table(self, tp: int, dcp: int, missing: str) -> tuple[str, str]:
+        if missing not in ("error", "empty"):
+            raise UsageError(f"missing is {missing!r}; 'error' or 'empty' is wanted")
         for table in self.bundle.manifest.tables:
             if (table.tp, table.dcp) == (tp, dcp):
                 return table.attn_stats, table.attn_stats_blocks
+        if missing == "empty":
+            return "", ""
         raise self._no_deployment(tp, dcp)
 
     def _no_deployment(self, tp: int | None, dcp: int | None) -> UsageError:
@@ -178,7 +256,7 @@ def _chosen(choices: tuple[Choice, ...], rows: int) -> str:
     return next(choice.image for choice in choices if choice.max_rows is None or rows <= choice.max_rows)
 
 
-def _switched_on(table: str) -> tuple[int, ...]:
+def _switched_on(table: str) -> frozenset[int]:
     from attnres_aot.tables import parse_table
 
-    return tuple(number for first, last in parse_table(table).switched_on() for number in range(first, last + 1))
+    return frozenset(number for first, last in parse_table(table).switched_on() for number in range(first, last + 1))

@@ -19,7 +19,7 @@ from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.weights import read_target
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.variants import KeyLike
 
 if TYPE_CHECKING:
     from attnres_aot.runtime.fallback import Fallback
@@ -29,8 +29,10 @@ class PreparedAttnRes(BoundConsumer):
     """One consumer of a model with its weights, ready to launch.
 
     Bind what is needed, in any order; binding again replaces. Then `run` launches with an ordinary source and
-    `run_ring` with the bound mailbox, on torch's current stream of the tensors' device. Several threads may launch the
-    same object; binding is for one thread, before. All tensors are bf16, last stride 1, every row aligned to 16 bytes.
+    `run_ring` with the bound mailbox, on torch's current stream of the tensors' device. Making and binding put on the
+    device whatever launches need, so that a launch loads and allocates nothing; both work while streams are being
+    captured. Several threads may launch the same object; binding is for one thread, before. All tensors are bf16, last
+    stride 1, every row aligned to 16 bytes.
 
     The default launch is ordered after everything earlier on the stream. With `pdl=True` a launch may start while the
     kernel before it still runs: prefix, blocks and weights must then have been complete before that kernel started. All
@@ -47,7 +49,7 @@ class PreparedAttnRes(BoundConsumer):
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
-        key: ConsumerKey,
+        key: KeyLike,
         eps: float | tuple[float, float],
         bundle: LoadedBundle | None = None,
         *,
@@ -55,12 +57,12 @@ class PreparedAttnRes(BoundConsumer):
         checks: bool = True,
         fallback: Fallback | None = None,
     ) -> None:
-        """Binds a consumer to its weights.
+        """Binds a consumer to its weights and puts its code on the device.
 
         Args:
           weights: (norm, query, out_norm), contiguous bf16 [H]; query may be [1, H]. Their memory is kept alive, but
             weights that move must be bound anew.
-          key: which consumer.
+          key: which consumer; a plain tuple (nb, has_delta, write, final), with write -1 for none, is taken, too.
           eps: epsilon of both norms, or a pair (under the logits, of the output norm); 1e-30 or more.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: False, True or "early": how a launch may overlap the kernel before it; see `attnres_aot.runtime.pdl`.
@@ -71,6 +73,9 @@ class PreparedAttnRes(BoundConsumer):
         Raises:
           OperandError: weights or eps cannot be used; one line for every problem.
           VariantMissError: the bundle holds nothing for `key`, and there is no fallback.
+          BundleError: no bundle fits, or an image is damaged.
+          DriverError: the driver refused code, or this process was forked.
+          UsageError: `key` is no key.
         """
         if bundle is None:
             from attnres_aot.runtime.api import load
@@ -82,7 +87,7 @@ class PreparedAttnRes(BoundConsumer):
     @classmethod
     def for_target(
         cls,
-        layer: Any,
+        target: Any,
         *,
         final: bool = False,
         has_delta: bool | None = None,
@@ -94,11 +99,11 @@ class PreparedAttnRes(BoundConsumer):
         """Binds the consumer before a decoder layer's attention, or the one at the end of the model.
 
         Args:
-          layer: a decoder layer with `self_attention_res_norm`, `self_attention_res_proj`, `input_layernorm`,
+          target: a decoder layer with `self_attention_res_norm`, `self_attention_res_proj`, `input_layernorm`,
             `prev_valid_blocks`, `block_write_idx` and `is_block_write_layer`; with `final` a backbone with
             `output_attn_res_norm`, `output_attn_res_proj`, `norm` and `num_attn_res_blocks`. Norms have `weight` and
             `variance_epsilon`.
-          final: `layer` is the backbone.
+          final: `target` is the backbone.
           has_delta: whether the source is added to the prefix; None: yes, unless there are no saved blocks.
           bundle: as for the constructor.
           pdl: as for the constructor.
@@ -108,8 +113,8 @@ class PreparedAttnRes(BoundConsumer):
         Raises:
           UsageError: attributes are missing.
         """
-        target = read_target(layer, final=final, has_delta=has_delta)
-        return cls(target.weights, target.key, target.eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
+        found = read_target(target, final=final, has_delta=has_delta)
+        return cls(found.weights, found.key, found.eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
 
     def run(
         self,

@@ -39,7 +39,7 @@ class PreparedProducer(ABC):
     __slots__ = ("__weakref__", "_bundle", "_checks", "_pdl", "_plan", "_plans", "_producer", "handle")
 
     def __init__(self, producer: Producer, bundle: LoadedBundle, *, pdl: bool, checks: bool) -> None:
-        """Finds the producer in the bundle; loads nothing yet.
+        """Finds the producer in the bundle; `_load` puts its code on the device once everything has been checked.
 
         Raises:
           VariantMissError: the bundle does not hold it.
@@ -51,6 +51,15 @@ class PreparedProducer(ABC):
         self._plan: Launcher = UNBOUND
         self.handle = next(_numbers)
         _alive[self.handle] = self
+
+    def _load(self) -> None:
+        """Puts on the device all code that launches can need.
+
+        Raises:
+          BundleError: an image is damaged.
+          DriverError: the driver refused.
+        """
+        self._bundle.load_producer(self._producer)
 
     @property
     def checks(self) -> bool:
@@ -121,7 +130,7 @@ class PreparedProducer(ABC):
         constants = self._constants(view)
         if view.rows == 0:
             return NOTHING_TO_DO
-        kernel = bundle.producer_kernel(self._producer, view.rows)
+        kernel = bundle.launchable_producer(self._producer, view.rows)
         if self._pdl and not kernel.image.pdl:
             raise OperandError(
                 f"pdl was asked for, but the code of {self._producer} does not support it; leave pdl off"

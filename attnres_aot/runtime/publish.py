@@ -11,7 +11,7 @@ from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import mailbox_problems
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View
 from attnres_aot.runtime.producer import PreparedProducer
-from attnres_aot.runtime.torch_device import open_memory_of
+from attnres_aot.runtime.torch_device import lasting_byte, open_memory_of
 from attnres_aot.variants import PUBLISH, Producer
 
 _BF16_BYTES = 2
@@ -39,7 +39,7 @@ class PreparedPublish(PreparedProducer):
         pdl: bool = False,
         checks: bool = True,
     ) -> None:
-        """Binds the slot.
+        """Binds the slot, puts the code on the device, and opens the mailbox's memory to it if that is a peer's.
 
         Args:
           mailbox: [slots, capacity, H] bf16, contiguous (see `new_mailbox`).
@@ -52,6 +52,9 @@ class PreparedPublish(PreparedProducer):
         Raises:
           OperandError: the mailbox cannot be used, there is no such slot, or the device cannot write to the mailbox's.
           VariantMissError: the bundle does not publish.
+          BundleError: no bundle fits, or an image is damaged.
+          DriverError: the driver refused code, this process was forked, or the mailbox is a peer's that this process
+            has not published to before and a graph is being captured.
         """
         if bundle is None:
             from attnres_aot.runtime.api import load
@@ -65,7 +68,8 @@ class PreparedPublish(PreparedProducer):
             raise OperandError("\n".join(problems))
         open_memory_of("mailbox", mailbox, bundle.device)
         self._mailbox, self._slot = mailbox, slot
-        self.token = torch.empty(1, dtype=torch.int8, device=bundle.device.device)
+        self.token = lasting_byte(bundle.device)
+        self._load()
 
     def __repr__(self) -> str:
         return f"<PreparedPublish into slot {self._slot} of {list(self._mailbox.shape)} on {self._mailbox.device}>"
@@ -117,6 +121,8 @@ def publish(
     rows: torch.Tensor, mailbox: torch.Tensor, slot: int, *, bundle: LoadedBundle | None = None, pdl: bool = False
 ) -> torch.Tensor:
     """Publishes once; binds and checks everything each time. `PreparedPublish` says what is what.
+
+    The first call loads code, which never returns beside a consumer that waits for these rows: use `PreparedPublish`.
 
     Returns:
       `rows`.

@@ -56,7 +56,7 @@ class Route:
         Raises:
           OperandError: an operand cannot be launched; one line for every problem.
           VariantMissError: the bundle lacks the variant.
-          DriverError: the driver refused to load the code, or this process was forked.
+          DriverError: this process was forked.
         """
         open_driver()
         key = _geometry_key(tensors)
@@ -88,7 +88,7 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
     _check_capacity(binding, rows)
     if rows == 0:
         return NOTHING_TO_DO
-    kernel = binding.bundle.kernel(variant, rows)
+    kernel = binding.bundle.launchable(variant, rows)
     if binding.pdl and not kernel.image.pdl:
         raise OperandError(f"pdl was asked for, but the code of {variant} does not support it; leave pdl off")
     order = Order(

@@ -43,7 +43,7 @@ class PreparedStatistics(PreparedProducer):
         pdl: bool = False,
         checks: bool = True,
     ) -> None:
-        """Binds the producer.
+        """Binds the producer and puts its code on the device.
 
         Args:
           norm: [H] bf16, contiguous: weight of the norm under the logits of the consumer that takes the statistics.
@@ -59,6 +59,8 @@ class PreparedStatistics(PreparedProducer):
         Raises:
           OperandError: something cannot be bound; one line for every problem.
           VariantMissError: the bundle does not make statistics of `nb` blocks.
+          BundleError: no bundle fits, or an image is damaged.
+          DriverError: the driver refused code, or this process was forked.
         """
         if bundle is None:
             from attnres_aot.runtime.api import load
@@ -74,6 +76,7 @@ class PreparedStatistics(PreparedProducer):
         self._statistics = make_statistics(mixture, scal, (), bundle.hidden)
         for name, tensor in (("norm", norm), ("query", query), ("mixture", mixture), ("scal", scal)):
             check_device(name, tensor, bundle.device)
+        self._load()
 
     def __repr__(self) -> str:
         return f"<PreparedStatistics of {self._nb} blocks, up to {self._statistics.mixture.shape[0]} rows>"
@@ -154,6 +157,8 @@ def statistics(  # noqa: PLR0913 - everything at once
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes statistics once; binds and checks everything each time. `PreparedStatistics` says what is what.
+
+    The first call loads code: beside a kernel that waits for what comes later, use `PreparedStatistics`.
 
     Returns:
       (mixture, scal), of which as many rows are written as `blocks` has.

@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import secrets
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from attnres_aot.variants import Variant
 # Streams that wait for each other must not share a hardware queue; CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 SEED_VARIABLE = "ATTNRES_AOT_SEED"
+PROGRAM_SECONDS = 180.0
 NOTES = pytest.StashKey[list[str]]()
 
 
@@ -94,6 +97,24 @@ def consumer():
     if isinstance(found, str):
         pytest.fail(found, pytrace=False)
     return found
+
+
+@pytest.fixture(scope="session")
+def run_program(consumer):
+    """Runs a program of loading_programs.py on the bundle under test; one that takes too long is killed."""
+
+    def run(name: str, *arguments: str, **environment: str) -> None:
+        here = Path(__file__).parent
+        path = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH", "")]))
+        done = subprocess.run(
+            [sys.executable, str(here / "loading_programs.py"), name, str(consumer.bundle.path), *arguments],
+            env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True,
+            timeout=PROGRAM_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "right: " in done.stdout, done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -295,42 +295,6 @@ def test_dependent_launches_in_a_correct_chain(captured, choose, consumer, banks
             check(dataclasses.replace(link, expected=expected))
 
 
-FIRST_LOAD = """
-import sys, torch
-from attnres_aot.checking.cases import Case, draw_banks, prepare, refill
-from attnres_aot.checking.arena import DENSE
-from attnres_aot.checking.check import judge
-from attnres_aot.checking.loaded import LoadedConsumer
-from attnres_aot.errors import DriverError
-from attnres_aot.variants import parse_variant
-
-consumer = LoadedConsumer.open(None)
-banks = draw_banks(consumer.bundle.manifest.model.hidden, 64, 1, consumer.device)
-case = Case(variant=parse_variant(sys.argv[1]), rows=3, layout=DENSE, eps=1e-5, out_eps=1e-5, steep=False, start=0)
-prepared = prepare(case, banks)
-launch = consumer.bind(case, prepared.arena.views)
-prepared.arena.words.add_(0)
-torch.cuda.synchronize()
-refused = ""
-with torch.cuda.graph(torch.cuda.CUDAGraph()):
-    try:
-        launch()
-    except DriverError as error:
-        refused = str(error)
-    prepared.arena.words.add_(0)  # the capture goes on
-assert "preload" in refused, f"not refused: {refused!r}"
-print("preloaded", consumer.loaded.preload())
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    launch()
-refill(prepared)
-graph.replay()
-torch.cuda.synchronize()
-problems = judge(prepared).problems
-assert not problems, problems
-print("right after preload")
-"""
-
 FORK = """
 import os, sys, torch
 from attnres_aot.checking.cases import Case, draw_banks, prepare
@@ -370,10 +334,6 @@ def run_program(program: str, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_first_load_during_capture_is_refused_and_the_capture_survives(choose, consumer):
-    assert "right after preload" in run_program(FIRST_LOAD, str(choose(KINDS["ordinary"])))
 
 
 def test_launch_in_a_forked_child_is_refused(choose, consumer):

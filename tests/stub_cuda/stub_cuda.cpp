@@ -17,7 +17,8 @@
 namespace {
 
 constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201,
-              kInvalidHandle = 400, kNotFound = 500;
+              kInvalidHandle = 400, kNotFound = 500, kCaptureUnsupported = 900, kCaptureInvalidated = 901;
+constexpr int kGlobal = 0, kRelaxed = 2;  // CUstreamCaptureMode
 
 struct Kernel {
   std::string symbol;
@@ -67,15 +68,30 @@ namespace {
 std::mutex mutex;
 std::map<std::string, int> calls;
 std::map<std::string, std::pair<int, int>> failures;  // name -> (status, calls that still succeed)
+std::map<std::string, int> next_failures;  // name -> status of the next call
 std::vector<Launch> launches;
 uint64_t launch_count;
-int version, device_count, major_number, minor_number, capture_state;
+int version, device_count, major_number, minor_number;
 bool recording;
+
+struct Capture {  // the one capture that there can be
+  bool active, invalidated;
+  int mode;
+  const void* thread;
+  uint64_t stream;
+} capture;
+thread_local int capture_mode = kGlobal;  // how this thread takes part in captures
+thread_local char thread_marker;
 thread_local std::vector<intptr_t> contexts;  // device + 1; 0 is none
 
 int enter(const char* name) {
   std::lock_guard<std::mutex> guard(mutex);
   ++calls[name];
+  if (auto once = next_failures.find(name); once != next_failures.end()) {
+    int status = once->second;
+    next_failures.erase(once);
+    return status;
+  }
   auto found = failures.find(name);
   if (found == failures.end()) return 0;
   return found->second.second-- > 0 ? 0 : found->second.first;
@@ -83,10 +99,25 @@ int enter(const char* name) {
 
 int current() { return contexts.empty() ? -1 : static_cast<int>(contexts.back()) - 1; }
 
+// What loads or allocates: by the rules of cuThreadExchangeStreamCaptureMode it is forbidden, and ends a capture, unless
+// this thread is relaxed, or there is none of its own that is not relaxed and none that forbids it to others.
+int enter_unsafe(const char* name) {
+  if (int status = enter(name)) return status;
+  std::lock_guard<std::mutex> guard(mutex);
+  if (!capture.active || capture_mode == kRelaxed) return 0;
+  bool mine = capture.thread == &thread_marker && capture.mode != kRelaxed;
+  bool others = capture.thread != &thread_marker && capture.mode == kGlobal && capture_mode == kGlobal;
+  if (!mine && !others) return 0;
+  capture.invalidated = true;
+  return kCaptureUnsupported;
+}
+
 }  // namespace
 
 #define ENTER(name) \
   if (int status = enter(name)) return status
+#define ENTER_UNSAFE(name) \
+  if (int status = enter_unsafe(name)) return status
 
 extern "C" {
 
@@ -94,9 +125,12 @@ void stub_reset() {
   std::lock_guard<std::mutex> guard(mutex);
   calls.clear();
   failures.clear();
+  next_failures.clear();
   launches.clear();
   launch_count = 0;
-  version = 13000, device_count = 1, major_number = 9, minor_number = 0, capture_state = 0;
+  version = 13000, device_count = 1, major_number = 9, minor_number = 0;
+  capture = {};
+  capture_mode = kGlobal;
   recording = true;
   contexts.clear();
 }
@@ -104,6 +138,11 @@ void stub_reset() {
 void stub_fail(const char* name, int status, int after) {
   std::lock_guard<std::mutex> guard(mutex);
   failures[name] = {status, after};
+}
+
+void stub_fail_once(const char* name, int status) {
+  std::lock_guard<std::mutex> guard(mutex);
+  next_failures[name] = status;
 }
 
 void stub_mend(const char* name) {
@@ -115,7 +154,20 @@ void stub_machine(int cuda, int devices, int major, int minor) {
   version = cuda, device_count = devices, major_number = major, minor_number = minor;
 }
 
-void stub_capturing(int state) { capture_state = state; }
+// Begins a capture of a stream by this thread. Ending it tells whether it survived.
+void stub_begin_capture(int mode, uint64_t stream) {
+  std::lock_guard<std::mutex> guard(mutex);
+  capture = {true, false, mode, &thread_marker, stream};
+}
+
+int stub_end_capture() {
+  std::lock_guard<std::mutex> guard(mutex);
+  bool survived = capture.active && !capture.invalidated;
+  capture = {};
+  return survived;
+}
+
+int stub_capture_mode() { return capture_mode; }
 void stub_record(int on) { recording = on; }
 
 int stub_calls(const char* name) {
@@ -200,7 +252,7 @@ int cuCtxPopCurrent_v2(intptr_t* out) {
 }
 
 int cuLibraryLoadData(Kernel** out, const char* code, void*, void*, unsigned, void*, void*, unsigned) {
-  ENTER("cuLibraryLoadData");
+  ENTER_UNSAFE("cuLibraryLoadData");
   std::istringstream text(code);
   std::string magic, param;
   auto* kernel = new Kernel;
@@ -224,14 +276,20 @@ int cuLibraryGetKernel(Kernel** out, Kernel* library, const char* name) {
 }
 
 int cuKernelGetFunction(Function** out, Kernel* kernel) {
-  ENTER("cuKernelGetFunction");
+  ENTER_UNSAFE("cuKernelGetFunction");
   if (current() < 0) return kInvalidContext;
   *out = new Function{kernel, current()};
   return 0;
 }
 
+int cuFuncLoad(Function* function) {
+  ENTER_UNSAFE("cuFuncLoad");
+  return function->device == current() ? 0 : kInvalidContext;
+}
+
 int cuKernelGetParamInfo(Kernel* kernel, size_t index, size_t* offset, size_t* size) {
   ENTER("cuKernelGetParamInfo");
+  if (current() < 0) return kInvalidContext;
   if (index >= kernel->params.size()) return kInvalidValue;
   *offset = kernel->params[index].first;
   *size = kernel->params[index].second;
@@ -246,12 +304,12 @@ int cuKernelGetAttribute(int* out, int attribute, Kernel* kernel, int) {
 }
 
 int cuKernelSetAttribute(int, int, Kernel*, int) {
-  ENTER("cuKernelSetAttribute");
+  ENTER_UNSAFE("cuKernelSetAttribute");
   return 0;
 }
 
 int cuMemHostAlloc(void** out, size_t bytes, unsigned flags) {
-  ENTER("cuMemHostAlloc");
+  ENTER_UNSAFE("cuMemHostAlloc");
   if (current() < 0) return kInvalidContext;
   if (flags != 3) return kInvalidValue;  // portable, mapped
   *out = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
@@ -259,9 +317,17 @@ int cuMemHostAlloc(void** out, size_t bytes, unsigned flags) {
   return 0;
 }
 
-int cuStreamIsCapturing(void*, int* out) {
+int cuStreamIsCapturing(uint64_t stream, int* out) {
   ENTER("cuStreamIsCapturing");
-  *out = capture_state;
+  std::lock_guard<std::mutex> guard(mutex);
+  *out = capture.active && capture.stream == stream ? 1 + capture.invalidated : 0;
+  return 0;
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER("cuThreadExchangeStreamCaptureMode");
+  if (*mode < kGlobal || *mode > kRelaxed) return kInvalidValue;
+  std::swap(*mode, capture_mode);
   return 0;
 }
 
@@ -272,6 +338,7 @@ int cuGetErrorName(int status, const char** out) {
       {201, "CUDA_ERROR_INVALID_CONTEXT"},    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
       {400, "CUDA_ERROR_INVALID_HANDLE"},     {500, "CUDA_ERROR_NOT_FOUND"},
       {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},    {719, "CUDA_ERROR_LAUNCH_FAILED"},
+      {3, "CUDA_ERROR_NOT_INITIALIZED"},
       {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"}, {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
       {906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
   };
@@ -293,9 +360,9 @@ int cuLaunchKernelEx(const Config* config, Function* function, void** params, vo
   if (current() != function->device) return kInvalidHandle;
   if (params != nullptr || extra == nullptr) return kInvalidValue;
   Launch launch = {};
-  static thread_local char marker;
-  launch.thread = reinterpret_cast<uint64_t>(&marker);
+  launch.thread = reinterpret_cast<uint64_t>(&thread_marker);
   launch.stream = reinterpret_cast<uint64_t>(config->stream);
+  if (capture.active && capture.invalidated && capture.stream == launch.stream) return kCaptureInvalidated;
   std::memcpy(launch.grid, config->grid, sizeof launch.grid);
   std::memcpy(launch.block, config->block, sizeof launch.block);
   launch.smem = config->smem;

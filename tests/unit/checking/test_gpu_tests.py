@@ -32,9 +32,7 @@ class Part:
     reported: str = ""
 
 
-LEFT_OUT = (
-    "forked or first_load or every_device or statistics-nb2 or statistics-nb3 or statistics-nb4 or statistics-nb5"
-)
+LEFT_OUT = "forked or every_device or statistics-nb2 or statistics-nb3 or statistics-nb4 or statistics-nb5"
 LEFT_OUT += " or statistics-nb6 or statistics-nb7 or block-major"
 NAMES = ("nb0-write0", "nb2-delta-ring8-aux")
 VARIANTS = tuple(f"tests/gpu/test_all_variants.py::test_variant[{name}]" for name in NAMES)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
 import struct
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from attnres_aot.manifest import (
     VariantRecord,
     dump_manifest,
 )
-from attnres_aot.runtime import api, driver, fault, library
+from attnres_aot.runtime import api, driver, fault, library, torch_device
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.torch_device import TorchDevice
 from attnres_aot.variants import (
@@ -44,6 +45,11 @@ from attnres_aot.variants import (
 
 HIDDEN = 1024
 STUB_SOURCE = Path(__file__).parents[2] / "stub_cuda" / "stub_cuda.cpp"
+CAPTURE_MODES = ("global", "thread_local", "relaxed")
+CAPTURED = 0x77
+"""Handle of a stream that is captured."""
+LOADING = ("cuLibraryLoadData", "cuKernelGetFunction", "cuFuncLoad", "cuMemHostAlloc", "cuKernelSetAttribute")
+"""Driver functions that load or allocate."""
 FORMATS = {"pointer": "<Q", "i32": "<i", "i64": "<q", "f32": "<f"}
 
 
@@ -74,6 +80,7 @@ class StubCuda:
         self.path = path
         self.lib = ctypes.CDLL(str(path))
         self.lib.stub_launches.restype = ctypes.c_uint64
+        self.lib.stub_begin_capture.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self.streams = {0: 0, 1: 0}
         self.current_device = 0
 
@@ -82,6 +89,10 @@ class StubCuda:
 
     def fail(self, function: str, status: int, after: int = 0) -> None:
         self.lib.stub_fail(function.encode(), status, after)
+
+    def fail_once(self, function: str, status: int) -> None:
+        """Makes the next call fail, and those after it succeed."""
+        self.lib.stub_fail_once(function.encode(), status)
 
     def mend(self, function: str) -> None:
         self.lib.stub_mend(function.encode())
@@ -99,6 +110,18 @@ class StubCuda:
         record = LaunchRecord()
         assert self.lib.stub_launch(ctypes.c_size_t(index % max(1, self.launch_count())), ctypes.byref(record)) == 0
         return record
+
+    @contextlib.contextmanager
+    def capture(self, mode: str = "global", stream: int = CAPTURED) -> Iterator[None]:
+        """Captures a stream, which becomes the current one, and fails if something has ended the capture."""
+        before, self.streams[0] = self.streams[0], stream
+        self.lib.stub_begin_capture(CAPTURE_MODES.index(mode), stream)
+        try:
+            yield
+        finally:
+            self.streams[0] = before
+            survived = self.lib.stub_end_capture()
+        assert survived, "the capture was ended"
 
     def device(self, ordinal: int = 0, *, several: bool = False) -> TorchDevice:
         """A device of this driver whose tensors are on the CPU."""
@@ -132,6 +155,7 @@ def stub(stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> StubCuda:
     monkeypatch.setattr(fault, "_records", {})
     monkeypatch.setattr(fault, "_tags", {})
     monkeypatch.setattr(fault, "_launches", [])
+    monkeypatch.setattr(torch_device, "_opened", set())
     monkeypatch.setattr(
         api, "pick_device", lambda device: cuda.device(0 if device is None else torch.device(device).index or 0)
     )

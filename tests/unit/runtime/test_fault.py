@@ -10,6 +10,7 @@ import pytest
 
 import attnres_aot
 from attnres_aot.errors import DriverError
+from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.variants import ConsumerKey
 
 HIDDEN = 1024
@@ -119,15 +120,15 @@ def test_a_refusal_with_no_fault_blames_no_ring(stub, make, operands):
     assert "ring consumer nb2" not in str(caught.value)
 
 
-def test_devices_have_records_of_their_own(stub, bundle, make, operands, monkeypatch):
+def test_devices_have_records_of_their_own(stub, bundle, make, operands, weights):
     stub.machine(devices=2)
-    one, other = make(), make()
-    one.run_ring(*operands().ring)
-    monkeypatch.setattr(bundle, "device", stub.device(1, several=True))
+    make().run_ring(*operands().ring)
+    there = LoadedBundle(bundle.bundle, stub.device(1, several=True))
     stub.current_device = 1
     stub.lib.stub_make_current(1)
-    monkeypatch.setattr(bundle, "_kernels", {})
-    other.bind_ring(other.mailbox, spin_budget=5).run_ring(*operands().ring)
+    mailbox = attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
+    other = attnres_aot.PreparedAttnRes(weights, KEY, 1e-5, there).bind_ring(mailbox, spin_budget=5)
+    other.run_ring(*operands().ring)
     assert stub.launch(0).arguments()["fault"] != stub.launch(1).arguments()["fault"]
     give_up(stub, row=0, slot=0, vector=1)
     assert attnres_aot.ring_fault(0) is None

@@ -186,7 +186,6 @@ def test_no_rows_launch_nothing_and_return_out(stub, prepared, operands, mailbox
     assert prepared.bind_ring(mailbox).run_ring(*given.ring) is given.out
     assert prepared.bind_aux().run(*given.ordinary, given.aux) is given.out
     assert stub.launch_count() == 0
-    assert stub.calls("cuLibraryLoadData") == 0
 
 
 def test_every_launch_takes_the_pointers_and_the_stream_of_its_time(stub, prepared, operands):

@@ -13,6 +13,8 @@ from attnres_aot.abi import CONSUMER_PARAMS, lay_out
 from attnres_aot.errors import BundleError, DriverError, UsageError
 from attnres_aot.runtime import api, driver, torch_device
 
+from .conftest import LOADING
+
 OLD = 12020
 HIDDEN = 1024
 
@@ -22,11 +24,13 @@ def prepared(bundle, weights, key):
     return attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle)
 
 
-def test_load_opens_no_image_and_a_launch_opens_one(stub, prepared, operands):
+def test_loading_a_bundle_opens_no_image_and_a_consumer_opens_its_own_once(stub, bundle, weights, key, operands):
     assert stub.calls("cuLibraryLoadData") == 0
-    for rows in (1, 2, 3):
-        prepared.run(*operands(rows=rows).ordinary)
-    assert (stub.calls("cuLibraryLoadData"), stub.calls("cuKernelGetFunction")) == (1, 1)
+    for _ in range(3):
+        prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle)
+        for rows in (1, 2, 3):
+            prepared.run(*operands(rows=rows).ordinary)
+    assert [stub.calls(name) for name in ("cuLibraryLoadData", "cuKernelGetFunction", "cuFuncLoad")] == [1, 1, 1]
 
 
 def test_equal_images_of_two_bundles_are_loaded_once(stub, bundles, weights, key, operands):
@@ -39,9 +43,12 @@ def test_equal_images_of_two_bundles_are_loaded_once(stub, bundles, weights, key
 def test_preload_leaves_nothing_to_load(stub, bundle, prepared, operands):
     images = bundle.bundle.manifest.images
     assert attnres_aot.preload(bundle) == len(images) == stub.calls("cuLibraryLoadData")
-    stub.lib.stub_capturing(1)
-    prepared.run(*operands().ordinary)
+    mailbox = attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
+    before = [stub.calls(name) for name in LOADING]
+    with stub.capture():
+        prepared.bind_ring(mailbox, spin_budget=9).bind_aux().run(*operands().ordinary)
     assert stub.launch_count() == 1
+    assert [stub.calls(name) for name in LOADING] == before
 
 
 def test_preload_of_a_deployment_loads_what_it_needs(stub, bundle):
@@ -53,34 +60,19 @@ def test_preload_of_a_deployment_loads_what_it_needs(stub, bundle):
         attnres_aot.preload(bundle, tp=4)
 
 
-@pytest.mark.parametrize("state", [1, 2, "implicit"])
-def test_first_load_during_capture_is_refused_with_advice(stub, prepared, operands, state):
-    if state == "implicit":
-        stub.fail("cuStreamIsCapturing", 906)
-    else:
-        stub.lib.stub_capturing(state)
-    with pytest.raises(DriverError, match=r"nb2-delta.*not loaded yet.*call attnres_aot\.preload\(\) before capturing"):
-        prepared.run(*operands().ordinary)
-    assert (stub.calls("cuLibraryLoadData"), stub.launch_count()) == (0, 0)
-    stub.lib.stub_capturing(0)
-    stub.mend("cuStreamIsCapturing")
-    prepared.run(*operands().ordinary)
-    assert stub.launch_count() == 1
-
-
-def test_binary_with_other_parameters_is_refused(stub, bundles, weights, key, operands):
+def test_binary_with_other_parameters_is_refused(stub, bundles, weights, key):
     other = lay_out([(param.name, param.kind) for param in reversed(CONSUMER_PARAMS)])
     loaded = api.load(bundles.write(["nb2-delta"], binary_params=other))
-    prepared = attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded)
-    with pytest.raises(BundleError, match=r"parameters are, as \(offset, size\).*the manifest promises"):
-        prepared.run(*operands().ordinary)
-    assert stub.launch_count() == 0
+    for _ in range(2):  # also when the driver has read it
+        with pytest.raises(BundleError, match=r"parameters are, as \(offset, size\).*the manifest promises"):
+            attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded)
+    assert stub.calls("cuKernelGetFunction") == 0
 
 
-def test_binary_with_fewer_threads_is_refused(bundles, weights, key, operands, stub):
+def test_binary_with_fewer_threads_is_refused(bundles, weights, key, stub):
     loaded = api.load(bundles.write(["nb2-delta"], binary_threads=64))
     with pytest.raises(BundleError, match=r"at most 64 threads per CTA, but the manifest says 128"):
-        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands().ordinary)
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded)
 
 
 def test_unknown_parameter_list_is_refused_at_load(stub, bundles):
@@ -89,11 +81,11 @@ def test_unknown_parameter_list_is_refused_at_load(stub, bundles):
         api.load(bundles.write(["nb2-delta"], params=params))
 
 
-def test_image_that_changes_after_load_is_refused(stub, bundle, prepared, operands):
+def test_image_that_changes_after_load_is_refused(stub, bundle, weights, key):
     file = bundle.bundle.path / "h1024-nb2-delta.cubin"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(BundleError, match=r"sha256"):
-        prepared.run(*operands().ordinary)
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +106,18 @@ REFUSALS = [
     ),
     Refusal(function="cuLibraryLoadData", status=200, text="load image .*INVALID_IMAGE; .*attnres-aot verify"),
     Refusal(function="cuLibraryLoadData", status=2, text="OUT_OF_MEMORY; free device memory"),
-    Refusal(function="cuLibraryLoadData", status=900, text=r"CAPTURE_UNSUPPORTED; .*attnres_aot.preload\(\)"),
+    Refusal(function="cuLibraryLoadData", status=900, text="CAPTURE_UNSUPPORTED; .*make and bind .*before capturing"),
     Refusal(function="cuLibraryGetKernel", status=500, text="find kernel 'kernel_.*CUDA_ERROR_NOT_FOUND"),
     Refusal(function="cuKernelGetFunction", status=2, text="put image .* on cpu"),
     Refusal(function="cuKernelGetParamInfo", status=400, text="describe the parameters of image"),
     Refusal(function="cuKernelGetAttribute", status=400, text="tell the block size of image"),
-    Refusal(function="cuStreamIsCapturing", status=400, text="tell whether the current stream is being captured"),
+    Refusal(function="cuFuncLoad", status=2, text="put image .*OUT_OF_MEMORY; free device memory"),
+    Refusal(function="cuThreadExchangeStreamCaptureMode", status=1, text="change how this thread takes part in stream"),
     Refusal(function="cuDevicePrimaryCtxRetain", status=2, text="open device 0"),
     Refusal(function="cuCtxPushCurrent_v2", status=201, text="make device 0 current"),
+]
+"""Refusals to put code on the device."""
+LAUNCH_REFUSALS = [
     Refusal(
         function="cuLaunchKernelEx", status=719, text="launch nb2-delta for 3 rows on cpu: CUDA_ERROR_LAUNCH_FAILED"
     ),
@@ -131,6 +127,16 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=str)
+def test_driver_refusal_to_load_names_error_image_and_remedy(stub, bundle, weights, key, operands, case):
+    stub.fail(case.function, case.status)
+    with pytest.raises(DriverError, match=f"the CUDA driver refused to .*{case.text}"):
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle)
+    stub.mend(case.function)
+    attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle).run(*operands(rows=3).ordinary)
+    assert (stub.launch_count(), stub.lib.stub_capture_mode()) == (1, 0)
+
+
+@pytest.mark.parametrize("case", LAUNCH_REFUSALS, ids=str)
 def test_driver_refusal_names_error_variant_and_remedy(stub, prepared, operands, case):
     given = operands(rows=3)
     stub.fail(case.function, case.status)

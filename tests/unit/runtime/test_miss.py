@@ -94,66 +94,14 @@ def test_nearest_prefers_the_same_consumer():
     assert str(nearest(parse_variant("nb4-delta-ring1"), present)[0]) == "nb4-delta-ring8"
 
 
-class TestCompileConsumer:
-    def test_ordinary_consumer_launches_from_the_bundle(self, stub, bundle, operands, weights):
-        consumer = attnres_aot.compile_consumer(2, True, None, False, 0, 0, "sm_90", bundle=bundle)
-        assert stub.calls("cuLibraryLoadData") == 1
-        given = operands(rows=3)
-        out = consumer(given.delta, given.prefix, given.blocks, weights, given.out, eps=1e-5)
-        assert out is given.out
-        assert stub.launch().arguments()["source"] == given.delta.data_ptr()
-
-    def test_everything_is_passed_on(self, stub, bundle, operands, weights):
-        consumer = attnres_aot.compile_consumer(2, 1, 2, False, 8, 64, "sm_90", aux=True, stats=1, bundle=bundle)
-        assert str(consumer.variant) == "nb2-delta-write2-ring8-aux-stats"
-        given, mailbox = operands(rows=3), attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
-        mixture, scal = torch.zeros(64, HIDDEN), torch.zeros(64, 2)
-        consumer(
-            mailbox,
-            given.prefix,
-            given.blocks,
-            weights,
-            given.out,
-            eps=(1e-5, 1e-6),
-            aux=given.aux,
-            mixture=mixture,
-            scal=scal,
-            pdl=True,
-        )
-        arguments = stub.launch().arguments()
-        found = [arguments[name] for name in ("source", "aux", "mixture", "scal", "write")]
-        assert found == [*(t.data_ptr() for t in (mailbox, given.aux, mixture, scal)), 2]
-        assert stub.launch().pdl == 1
-
-    def test_negative_write_means_none(self, bundle):
-        assert str(attnres_aot.compile_consumer(2, 1, -1, 1, 0, 0, None, bundle=bundle).variant) == "nb2-delta-final"
-
-    def test_operands_that_the_variant_does_not_take_are_refused(self, bundle, operands, weights):
-        plain = attnres_aot.compile_consumer(2, True, None, False, 0, 0, "sm_90", bundle=bundle)
-        with_aux = attnres_aot.compile_consumer(2, True, None, False, 8, 64, "sm_90", True, bundle=bundle)
-        given = operands(rows=3)
-        common = (given.prefix, given.blocks, weights, given.out)
-        with pytest.raises(OperandError, match=r"aux was passed, but nb2-delta takes none"):
-            plain(given.delta, *common, eps=1e-5, aux=given.aux)
-        with pytest.raises(OperandError, match=r"aux was not passed, but nb2-delta-ring8-aux takes it"):
-            with_aux(given.delta, *common, eps=1e-5)
-        with pytest.raises(OperandError, match=r"a mailbox \[8, 64, 1024\] is wanted"):
-            with_aux(attnres_aot.new_mailbox(1, 64, HIDDEN, "cpu"), *common, eps=1e-5, aux=given.aux)
-
-    def test_other_arch_is_refused_with_the_command(self, bundle):
-        with pytest.raises(
-            UsageError, match=r"asked for 'sm_100', but .* is for 'sm_90'.*attnres-aot build --arch sm_100"
-        ):
-            attnres_aot.compile_consumer(2, True, None, False, 0, 0, "sm_100", bundle=bundle)
-
-    def test_mailbox_without_rows_is_refused(self, bundle):
-        with pytest.raises(UsageError, match=r"a mailbox of 0 rows"):
-            attnres_aot.compile_consumer(2, True, None, False, 8, 0, "sm_90", bundle=bundle)
-
-
 def test_tables_are_read_by_deployment(bundle):
-    assert attnres_aot.statistics_rows(8, 1, bundle) == (1, 2, 4)
-    assert attnres_aot.statistics_blocks(8, 1, bundle) == tuple(range(1, 9))
-    assert attnres_aot.statistics_rows(16, 16, bundle) == ()
+    assert attnres_aot.statistics_rows(8, 1, bundle) == frozenset({1, 2, 4})
+    assert attnres_aot.statistics_blocks(8, 1, bundle) == frozenset(range(1, 9))
+    assert attnres_aot.statistics_rows(16, 16, bundle) == frozenset()
     with pytest.raises(UsageError, match=r"serves no deployment with tp 8, dcp 2; .*attnres-aot build --arch sm_90"):
         attnres_aot.statistics_rows(8, 2, bundle)
+    assert attnres_aot.statistics_rows(8, 2, bundle, missing="empty") == frozenset()
+    assert attnres_aot.statistics_blocks(8, 2, bundle, missing="empty") == frozenset()
+    assert attnres_aot.statistics_blocks(8, 1, bundle, missing="empty") == frozenset(range(1, 9))
+    with pytest.raises(UsageError, match=r"missing is 'none'; 'error' or 'empty' is wanted"):
+        attnres_aot.statistics_blocks(8, 1, bundle, missing="none")

@@ -71,7 +71,7 @@ def test_fork_after_load_is_refused_in_the_child_only(stub, bundles, bundle, wei
     prepared, given = attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle), operands()
     prepared.run(*given.ordinary)
     path = bundles.write(["nb2"], name="other")
-    refusal = "DriverError: this process was forked after its parent had initialised CUDA through attnres_aot"
+    refusal = "DriverError: this process was forked after its parent had initialised CUDA, and CUDA does not survive"
     assert forked(lambda: prepared.run(*given.ordinary)).startswith(refusal)
     assert forked(lambda: api.load(path)).startswith(refusal)
     assert forked(lambda: attnres_aot.preload(bundle)).startswith(refusal)

@@ -21,7 +21,7 @@ from attnres_aot import (
     VariantMissError,
 )
 from attnres_aot.abi import PUBLISH_PARAMS, STATISTICS_PARAMS
-from attnres_aot.runtime import api
+from attnres_aot.runtime import api, torch_device
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.torch_device import open_memory_of
 
@@ -142,7 +142,6 @@ def test_no_rows_launch_nothing(stub, bundle, tensors, mailbox):
     tensors.prepare(bundle).run(blocks_of(0))
     PreparedPublish(mailbox, 0, bundle).run(rows_of(0))
     assert stub.launch_count() == 0
-    assert stub.calls("cuLibraryLoadData") == 0
 
 
 def test_preload_loads_the_producers_that_a_deployment_needs(stub, bundle):
@@ -294,13 +293,35 @@ def test_they_say_what_they_are(stub, bundle, tensors, mailbox):
 
 def test_a_mailbox_of_a_peer_is_opened_or_refused(stub, monkeypatch, mailbox):
     elsewhere = dataclasses.replace(stub.device(), tensor_index=0)
-    asked = []
+    asked, capturing = [], []
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *devices: bool(asked.append(devices)))
+    monkeypatch.setattr(torch_device, "is_capturing", lambda ordinal, _: ordinal in capturing)
     with pytest.raises(OperandError, match="mailbox: on cpu, whose memory cpu cannot access; use two devices"):
         open_memory_of("mailbox", mailbox, elsewhere)
     assert asked == [(0, -1)]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    for number in elsewhere.ordinal, mailbox.get_device():
+        capturing[:] = [number]
+        with pytest.raises(
+            DriverError, match=r"which a stream capture forbids; make one publisher .* before capturing"
+        ):
+            open_memory_of("mailbox", mailbox, elsewhere)
+    capturing.clear()
     open_memory_of("mailbox", mailbox, elsewhere)
+    capturing[:] = [elsewhere.ordinal]
+    open_memory_of("mailbox", mailbox, elsewhere)  # opened already, so there is nothing to copy
+
+
+def test_whether_a_stream_is_captured_is_asked_without_harm(stub):
+    stub.streams[0] = 5
+    with stub.capture(stream=5):
+        assert torch_device.is_capturing(0, stub.streams.__getitem__)
+    assert not torch_device.is_capturing(0, stub.streams.__getitem__)
+    stub.fail("cuStreamIsCapturing", 906)  # what the legacy stream answers beside a captured one
+    assert torch_device.is_capturing(0, stub.streams.__getitem__)
+    stub.fail("cuStreamIsCapturing", 400)
+    with pytest.raises(DriverError, match="tell whether the current stream of device 0 is being captured"):
+        torch_device.is_capturing(0, stub.streams.__getitem__)
 
 
 def test_opcheck_passes(bundle, tensors, mailbox):
