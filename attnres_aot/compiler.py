@@ -77,8 +77,9 @@ def _early_loads(spec: ImageSpec) -> dict[str, int]:
 def _min_ctas_per_sm(spec: ImageSpec) -> int:
     """How many CTAs must fit one SM together, so that those of the next grid can start beside them.
 
-    The numbers were tuned for H 7168 with 1, 8 and 16 slots and up to 8 blocks. Other geometries near the limit of registers get
-    room instead: ptxas needs a register more for one hidden size or slot count than for the next, with no rule to it.
+    The numbers were tuned for H 7168 with 1, 8 and 16 slots and up to 8 blocks. Other geometries near the limit of
+    registers get room instead: ptxas needs a register more for one hidden size or slot count than for the next, with no
+    rule to it.
     """
     if isinstance(spec, PublishSpec):
         return 8
