@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.binding import Binding, Ring, make_ring, make_statistics
+from attnres_aot.runtime.binding import Binding, Ring, check_apart, make_ring, make_statistics
 from attnres_aot.runtime.guards import Guard, make_guard
 from attnres_aot.runtime.launch import Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.torch_device import check_device, stream_handle
+from attnres_aot.runtime.tracing import dispatch_modes, refuse_recording
 from attnres_aot.runtime.weights import check_eps, check_weights
 from attnres_aot.variants import Variant
 
@@ -95,9 +96,11 @@ class Consumer:
 
         Raises:
           OperandError: an operand is missing, too many, or cannot be launched.
-          UsageError: `pdl` is no launch mode.
+          UsageError: `pdl` is no launch mode, or a tracer is recording, which sees no such call.
           DriverError: the driver refused.
         """
+        if dispatch_modes():
+            refuse_recording(repr(self))
         variant, pdl = self.variant, pdl is not False and check_pdl(pdl)
         extra = 2 * variant.stats + variant.aux
         if not extra <= len(rest) <= extra + 1:
@@ -134,17 +137,20 @@ class Consumer:
             ring = self._take_mailbox(bound[-1])
         for name, tensor in zip(self._bound_names(), bound, strict=True):
             check_device(name, tensor, bundle.device)
+        check_apart(weights, ring, statistics)
         return Binding(
             bundle=bundle,
-            handle=0,
+            owner=None,
             key=variant.key,
             weights=weights,
             eps=check_eps(eps),
             ring=ring,
+            mailbox=None if ring is None else ring.mailbox,
             aux=variant.aux,
             statistics=statistics,
             pdl=pdl,
             checks=True,
+            watched=False,  # every call compares the addresses of what it is given
         )
 
     def _remember(self, key: tuple[Any, ...] | None, call: _Call) -> None:
