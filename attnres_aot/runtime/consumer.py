@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from attnres_aot.errors import OperandError
+from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime.binding import Binding, Ring, check_apart, make_ring, make_statistics
 from attnres_aot.runtime.guards import Guard, make_guard
 from attnres_aot.runtime.launch import Launcher
@@ -56,6 +56,18 @@ class Consumer:
         self.bundle, self.variant, self.capacity = bundle, variant, capacity
         self._calls: dict[tuple[Any, ...], tuple[_Call, ...]] = {}
         _alive.add(self)
+
+    def __copy__(self) -> Consumer:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Consumer:
+        return self  # it holds nothing of who calls it
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            f"{self!r} cannot be pickled: it holds code of this process; send the arguments of compile_consumer, and "
+            "call that where it is to be used"
+        )
 
     def __repr__(self) -> str:
         return f"<Consumer {self.variant} of {self.bundle!r}>"

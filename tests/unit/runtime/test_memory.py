@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import attnres_aot
 from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime import api
+from attnres_aot.runtime.consumer import Consumer
 from attnres_aot.variants import ConsumerKey
 
 from .conftest import HIDDEN
@@ -271,6 +274,41 @@ def test_parameters_are_plain_tensors(stub, rig, operands):
 def inside(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
     """Returns a tensor at the start of another's memory, which must be large enough."""
     return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, shape)
+
+
+def test_a_launchable_checks_what_it_is_given_each_time(stub, rig, operands):
+    launchable, given = Consumer(rig.bundle, attnres_aot.parse_variant("nb2-delta-stats"), 0), operands(rows=3)
+
+    def call() -> None:
+        weights = (rig.norm, rig.query, rig.out_norm)
+        launchable(*given.ordinary[:3], *weights, given.out, 1e-5, 1e-5, rig.mixture, rig.scal)
+
+    call()
+    move(rig.norm)
+    call()
+    assert stub.launch().arguments()["norm"] == rig.norm.data_ptr()
+    lose(rig.norm)
+    with pytest.raises(OperandError, match=r"weights.norm has no memory"):
+        call()
+    rig.norm = inside(rig.mixture, (HIDDEN,))
+    with pytest.raises(OperandError, match=r"mixture overlaps|overlaps mixture"):
+        call()
+    assert stub.launch_count() == 2
+
+
+class Memory(bytearray):
+    """Bytes that can be watched."""
+
+
+def test_a_launchable_keeps_no_tensor_alive(rig, operands):
+    launchable, given = Consumer(rig.bundle, attnres_aot.parse_variant("nb2-delta"), 0), operands(rows=3)
+    memory = Memory(2 * HIDDEN + 64)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 64
+    norm, alive = torch.frombuffer(memory, dtype=BF16, offset=start, count=HIDDEN), weakref.ref(memory)
+    launchable(*given.ordinary[:3], norm, rig.query, rig.out_norm, given.out, 1e-5, 1e-5)
+    del norm, memory
+    gc.collect()
+    assert alive() is None
 
 
 WEIGHTS, STATISTICS = ("norm", "query", "out_norm"), ("mixture", "scal")

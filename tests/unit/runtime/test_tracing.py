@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnres_aot
 from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime import api
+from attnres_aot.runtime.consumer import Consumer
 from attnres_aot.variants import ConsumerKey
 
 from .conftest import HIDDEN
@@ -30,6 +31,15 @@ class Layer(torch.nn.Module):
         if self.ring:
             return self.prepared.run_ring(prefix, blocks, out, after=delta) * 2
         return self.prepared.run(delta, prefix, blocks, out) * 2
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
 
 
 @pytest.fixture
@@ -235,6 +245,21 @@ def test_other_dispatch_modes_see_the_operator_and_it_launches_once(stub, prepar
     with Watch(), Watch():
         assert prepared.run(*given.ordinary) is given.out
     assert seen == ["attnres_aot.run.default"] * 2
+    assert stub.launch_count() == 1
+
+
+def test_a_launchable_that_is_no_operator_is_not_recorded(stub, bundle, weights, operands):
+    launchable = Consumer(bundle, attnres_aot.parse_variant("nb2-delta"), 0)
+    given = operands()
+    called = lambda *tensors: launchable(*tensors[:3], *weights, tensors[3], 1e-5, 1e-5)  # noqa: E731
+    with pytest.raises(UsageError, match=r"<Consumer nb2-delta .* while a graph is being recorded"):
+        make_fx(called)(*given.ordinary)
+    with pytest.raises(UsageError, match=r"while a graph is being recorded"):
+        torch.export.export(Calls(called), given.ordinary, strict=False)
+    with pytest.raises(OperandError, match=r"delta is a FakeTensor"):
+        called(FakeTensorMode().from_tensor(given.delta), *given.ordinary[1:])
+    assert stub.launch_count() == 0
+    called(*given.ordinary)
     assert stub.launch_count() == 1
 
 
