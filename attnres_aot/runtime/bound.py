@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.binding import Binding, Ring, Statistics, make_ring, make_statistics
-from attnres_aot.runtime.fault import open_record
+from attnres_aot.runtime.binding import Binding, Ring, Statistics, check_apart, make_ring, make_statistics
+from attnres_aot.runtime.copies import BoundToMemory
+from attnres_aot.runtime.fault import Owner, open_record
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.miss import variant_miss
 from attnres_aot.runtime.pdl import Pdl, check_pdl
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attnres_aot.runtime.fallback import Fallback
 
 
-class BoundConsumer:
+class BoundConsumer(BoundToMemory):
     """A consumer with its weights and whatever else is bound; holds a route for each way of launching it."""
 
     __slots__ = (
@@ -40,14 +40,20 @@ class BoundConsumer:
         "_mailbox",
         "_ordinary",
         "_ordinary_aux",
+        "_owner",
         "_pdl",
         "_ring",
         "_ring_aux",
         "_statistics",
         "_weights",
         "handle",
+        "handle_tensor",
+        "name",
+        "writes_block",
     )
     handle: int
+    handle_tensor: torch.Tensor
+    name: str | None
 
     def __init__(
         self,
@@ -66,7 +72,9 @@ class BoundConsumer:
         self._check_device("weights", self._weights.norm)
         self._eps = check_eps(eps)
         self._pdl, self._checks = check_pdl(pdl), checks
+        self.writes_block = self._key.write is not None
         self._aux = False
+        self._owner: Owner | None = None
         self._mailbox: Ring | None = None
         self._statistics: Statistics | None = None
         if fallback is None and not bundle.holds_key(self._key):
@@ -139,10 +147,12 @@ class BoundConsumer:
         """
         ring = make_ring(mailbox, spin_budget, self._bundle.hidden)
         self._check_device("mailbox", mailbox)
+        check_apart(self._weights, ring, self._statistics)
         self._require(Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True))
         self._load(ring=ring)
-        if spin_budget:
+        if ring.spin_budget:
             open_record(self._bundle.device.ordinal)
+            self._owner = self._owner or Owner(self.handle, self.name)
         self._mailbox = ring
         self._rebind()
         return self
@@ -187,6 +197,7 @@ class BoundConsumer:
         statistics = make_statistics(mixture, scal, rows, self._bundle.hidden)
         self._check_device("mixture", mixture)
         self._check_device("scal", scal)
+        check_apart(self._weights, self._mailbox, statistics)
         slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
         self._require(Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True))
         self._load(statistics=statistics)
@@ -205,10 +216,11 @@ class BoundConsumer:
         return (None, None) if self._statistics is None else (self._statistics.mixture, self._statistics.scal)
 
     def with_statistics(self, mixture: torch.Tensor, scal: torch.Tensor) -> Self:
-        """Returns a copy of this object with other statistics bound, for the same row counts."""
+        """Returns a stand-in for this object with other statistics bound, for the same row counts."""
         assert self._statistics is not None
-        twin = copy.copy(self)
+        twin = self._same_slots()
         twin._statistics = make_statistics(mixture, scal, self._statistics.rows, self._bundle.hidden)  # noqa: SLF001
+        check_apart(self._weights, self._mailbox, twin._statistics)  # noqa: SLF001
         twin._renew_routes()  # noqa: SLF001
         return twin
 
@@ -225,15 +237,17 @@ class BoundConsumer:
         """Returns what launches of one route have in common."""
         return Binding(
             bundle=self._bundle,
-            handle=self.handle,
+            owner=self._owner if ring and self._mailbox is not None and self._mailbox.spin_budget else None,
             key=self._key,
             weights=self._weights,
             eps=self._eps,
             ring=self._mailbox if ring else None,
+            mailbox=self.mailbox,
             aux=aux,
             statistics=self._statistics,
             pdl=self._pdl,
             checks=self._checks,
+            watched=self._checks,
         )
 
     def _load(self, *, ring: Ring | None = None, aux: bool = False, statistics: Statistics | None = None) -> None:

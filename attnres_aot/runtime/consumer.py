@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from attnres_aot.errors import OperandError
-from attnres_aot.runtime.binding import Binding, Ring, make_ring, make_statistics
+from attnres_aot.errors import OperandError, UsageError
+from attnres_aot.runtime.binding import Binding, Ring, check_apart, make_ring, make_statistics
 from attnres_aot.runtime.guards import Guard, make_guard
 from attnres_aot.runtime.launch import Launcher
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.runtime.route import Route
 from attnres_aot.runtime.torch_device import check_device, stream_handle
+from attnres_aot.runtime.tracing import dispatch_modes, refuse_recording
 from attnres_aot.runtime.weights import check_eps, check_weights
 from attnres_aot.variants import Variant
 
@@ -55,6 +56,18 @@ class Consumer:
         self.bundle, self.variant, self.capacity = bundle, variant, capacity
         self._calls: dict[tuple[Any, ...], tuple[_Call, ...]] = {}
         _alive.add(self)
+
+    def __copy__(self) -> Consumer:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Consumer:
+        return self  # it holds nothing of who calls it
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            f"{self!r} cannot be pickled: it holds code of this process; send the arguments of compile_consumer, and "
+            "call that where it is to be used"
+        )
 
     def __repr__(self) -> str:
         return f"<Consumer {self.variant} of {self.bundle!r}>"
@@ -95,9 +108,11 @@ class Consumer:
 
         Raises:
           OperandError: an operand is missing, too many, or cannot be launched.
-          UsageError: `pdl` is no launch mode.
+          UsageError: `pdl` is no launch mode, or a tracer is recording, which sees no such call.
           DriverError: the driver refused.
         """
+        if dispatch_modes():
+            refuse_recording(repr(self))
         variant, pdl = self.variant, pdl is not False and check_pdl(pdl)
         extra = 2 * variant.stats + variant.aux
         if not extra <= len(rest) <= extra + 1:
@@ -134,17 +149,20 @@ class Consumer:
             ring = self._take_mailbox(bound[-1])
         for name, tensor in zip(self._bound_names(), bound, strict=True):
             check_device(name, tensor, bundle.device)
+        check_apart(weights, ring, statistics)
         return Binding(
             bundle=bundle,
-            handle=0,
+            owner=None,
             key=variant.key,
             weights=weights,
             eps=check_eps(eps),
             ring=ring,
+            mailbox=None if ring is None else ring.mailbox,
             aux=variant.aux,
             statistics=statistics,
             pdl=pdl,
             checks=True,
+            watched=False,  # every call compares the addresses of what it is given
         )
 
     def _remember(self, key: tuple[Any, ...] | None, call: _Call) -> None:

@@ -87,8 +87,10 @@ class Order:
     """Tells whether tensors have the geometry that the constants describe."""
     trusts: Callable[[torch.Tensor], bool] | None = None
     """Tells as much of `out` alone, which is enough while no address changes; None: it never is."""
-    check: Callable[[tuple[int, ...]], None] | None
-    """Raises if pointers cannot be launched; None trusts them."""
+    check: Callable[[tuple[int, ...]], None]
+    """Raises if pointers cannot be launched; called when any is new."""
+    moved: Callable[[], bool]
+    """Tells whether bound memory, whose addresses are among the constants, is elsewhere now."""
     what: str
     """Names the launch in errors."""
 
@@ -100,7 +102,18 @@ class Plan:
     most (`PreparedAttnRes.run` and `run_ring`) take its steps themselves, which saves a call and its look-ups.
     """
 
-    __slots__ = ("_check", "_device", "_driver", "_pointer_words", "_what", "accepts", "idle", "make_slot", "steps")
+    __slots__ = (
+        "_check",
+        "_device",
+        "_driver",
+        "_pointer_words",
+        "_what",
+        "accepts",
+        "idle",
+        "make_slot",
+        "moved",
+        "steps",
+    )
 
     def __init__(self, order: Order) -> None:
         """Packs everything that stays."""
@@ -115,10 +128,10 @@ class Plan:
         self.idle: list[Slot] = []
         self._driver, self._device = driver, device
         self._check, self._what = order.check, order.what
-        self.accepts = order.accepts
+        self.accepts, self.moved = order.accepts, order.moved
         self.steps: Steps = (
-            order.accepts, order.trusts, self.idle.pop, self.idle.append, device.stream, device.ordinal, device.current,
-            self,
+            order.accepts, order.trusts, order.moved, self.idle.pop, self.idle.append,
+            device.stream, device.ordinal, device.current, self,
         )  # fmt: skip
 
     def launch(self, pointers: tuple[int, ...], stream: int | None = None) -> None:
@@ -132,7 +145,7 @@ class Plan:
           OperandError: checks are on and an address is unaligned, or operands overlap.
           DriverError: the driver refused the launch.
         """
-        _, _, pop, push, current_stream, ordinal, current, _ = self.steps
+        _, _, _, pop, push, current_stream, ordinal, current, _ = self.steps
         try:
             slot = pop()
         except IndexError:
@@ -153,8 +166,7 @@ class Plan:
           OperandError: checks are on and an address is unaligned, or operands overlap.
         """
         if slot.pointers != pointers:
-            if self._check is not None:
-                self._check(pointers)
+            self._check(pointers)
             words = slot.words
             for word, pointer in zip(self._pointer_words, pointers):  # noqa: B905 - equal by construction; strict costs time
                 words[word] = pointer
@@ -193,6 +205,7 @@ class Plan:
 Steps = tuple[
     Callable[..., bool],
     Callable[[torch.Tensor], bool] | None,
+    Callable[[], bool],
     Callable[[], Slot],
     Callable[[Slot], None],
     Callable[[int], int],
@@ -200,9 +213,9 @@ Steps = tuple[
     Callable[[], int] | None,
     Plan,
 ]
-"""What a launch uses, for callers that do the steps of `Plan.launch` themselves: `accepts` and `trusts`; what takes a
-slot and puts it back; the device's current stream, its number, the current device; the plan. One unpacking costs less
-than many look-ups."""
+"""What a launch uses, for callers that do the steps of `Plan.launch` themselves: `accepts`, `trusts` and
+`moved`; what takes a slot and puts it back; the device's current stream, its number, the current device; the plan. One
+unpacking costs less than many look-ups."""
 
 
 class NoPlan:
@@ -211,9 +224,13 @@ class NoPlan:
     __slots__ = ("steps",)
 
     def __init__(self) -> None:
-        self.steps = (self.accepts, *[None] * 7)  # what a caller unpacks before `accepts` refuses
+        self.steps = (self.accepts, *[None] * 8)  # what a caller unpacks before `accepts` refuses
 
     def accepts(self, *_: torch.Tensor) -> bool:
+        """Returns False."""
+        return False
+
+    def moved(self) -> bool:
         """Returns False."""
         return False
 

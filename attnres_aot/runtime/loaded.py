@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.bundle import Bundle
@@ -50,6 +50,18 @@ class LoadedBundle:
         return (
             f"<bundle {manifest.name} for {manifest.arch.requested} at {self.bundle.path}, "
             f"{len(self._variants)} variants, on {self.device.device}>"
+        )
+
+    def __copy__(self) -> LoadedBundle:
+        return self
+
+    def __deepcopy__(self, memo: object) -> LoadedBundle:
+        return self  # there is nothing in it to have twice
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            f"a loaded bundle cannot be pickled: it holds code of this process; send its path, {self.bundle.path}, and "
+            "call attnres_aot.load(path) where it is to be used"
         )
 
     @property

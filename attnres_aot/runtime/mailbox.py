@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.operands import vector_problems
+from attnres_aot.runtime.integers import whole
+from attnres_aot.runtime.operands import MAX_STRIDE, VECTOR_ELEMS, vector_problems
 
 ARMED_WORD = -0x80000000
 """The empty word, 0x80000000, as a signed 32-bit integer."""
@@ -27,9 +28,20 @@ def new_mailbox(slots: int, capacity: int, hidden: int, device: torch.device | s
 
     Returns:
       A contiguous bf16 tensor [slots, capacity, hidden].
+
+    Raises:
+      OperandError: a size is no whole number that a mailbox can have.
     """
+    sizes = {"slots": whole(slots), "capacity": whole(capacity), "hidden": whole(hidden)}
+    shape = tuple([size for size in sizes.values() if size is not None and size > 0])
+    if len(shape) < len(sizes) or shape[-1] % VECTOR_ELEMS:
+        wrong = [name for name, size in sizes.items() if size is None or size < 1] or ["hidden"]
+        asked = f"slots {slots!r}, capacity {capacity!r}, hidden {hidden!r}"
+        raise OperandError(
+            f"{asked}: whole numbers from 1 are wanted, hidden a multiple of {VECTOR_ELEMS}; not so: {', '.join(wrong)}"
+        )
     where = torch.device("cuda") if device is None else torch.device(device)
-    mailbox = torch.empty((slots, capacity, hidden), dtype=torch.bfloat16, device=where)
+    mailbox = torch.empty(shape, dtype=torch.bfloat16, device=where)
     arm(mailbox)
     return mailbox
 
@@ -52,5 +64,10 @@ def mailbox_problems(mailbox: torch.Tensor, *, hidden: int) -> list[str]:
     if not problems and (mailbox.numel() == 0 or mailbox.shape[-1] % 8):
         problems.append(
             f"mailbox is {list(mailbox.shape)}; at least one slot and row, and H a multiple of 8, are wanted"
+        )
+    elif not problems and mailbox.shape[1] * mailbox.shape[2] // VECTOR_ELEMS > MAX_STRIDE:
+        problems.append(
+            f"mailbox is {list(mailbox.shape)}, {mailbox.shape[1] * mailbox.shape[2]} elements between slots; at most "
+            f"{MAX_STRIDE * VECTOR_ELEMS} are allowed: bind one of fewer rows per slot"
         )
     return problems

@@ -12,13 +12,17 @@ import torch
 
 from attnres_aot.errors import OperandError
 from attnres_aot.records import dataclass
+from attnres_aot.runtime.memory import memory_problems
+from attnres_aot.runtime.progressions import Ranges, ranges_touch
 
 ALIGNMENT = 16
 """Bytes to which every row must be aligned."""
 VECTOR_ELEMS = 8
 """bf16 elements in 16 bytes, the unit of strides in kernel arguments."""
+MAX_STRIDE = 2**31 - 1
+"""Largest stride in a kernel argument, in vectors."""
 _ELEM_BYTES = 2
-_MAX_STRIDE = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -62,6 +66,10 @@ class View:
     def offset(self, block: int) -> int:
         """Returns the byte offset of a block within a row."""
         return block * self.block_stride * _ELEM_BYTES
+
+    def ranges(self, start: int) -> Ranges:
+        """Returns where the rows of a block lie that starts at `start` in the first row."""
+        return Ranges(start=start, step=self.row_stride * _ELEM_BYTES, count=self.rows, size=self.hidden * _ELEM_BYTES)
 
 
 def check_geometry(
@@ -107,6 +115,8 @@ def vector_problems(
     """
     if not isinstance(tensor, torch.Tensor):
         return [f"{name} is {type(tensor).__name__}; a torch tensor {list(shape)} of {dtype} is wanted"]
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return [f"{name} is {describe(tensor)}; a dense tensor of {dtype} is wanted"]
     problems = []
     if tensor.dtype != dtype:
         problems.append(f"{name} is {tensor.dtype}; {dtype} is wanted")
@@ -115,8 +125,11 @@ def vector_problems(
         problems.append(f"{name} is {list(tensor.shape)}; [{wanted}] is wanted")
     elif not tensor.is_contiguous():
         problems.append(f"{name} has strides {tensor.stride()}; it must be contiguous")
-    elif tensor.device.type != "meta" and tensor.data_ptr() % alignment:
-        problems.append(f"{name} starts at {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes")
+    elif tensor.device.type != "meta":
+        faults = memory_problems(name, tensor)
+        if not faults and tensor.data_ptr() % alignment:
+            faults = [f"{name} starts at {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes"]
+        problems += faults
     return problems
 
 
@@ -131,6 +144,8 @@ def describe(tensor: object) -> str:
     """Describes a tensor for a message: dtype, shape, strides, device."""
     if not isinstance(tensor, torch.Tensor):
         return f"{type(tensor).__name__} {tensor!r:.60}"
+    if tensor.is_nested:
+        return f"a nested {tensor.dtype} tensor on {tensor.device}"
     strides = f" with strides {list(tensor.stride())}" if tensor.layout == torch.strided else f" ({tensor.layout})"
     return f"{tensor.dtype} {list(tensor.shape)}{strides} on {tensor.device}"
 
@@ -138,7 +153,7 @@ def describe(tensor: object) -> str:
 def _problems(what: Expected, tensor: object, hidden: int, tensor_index: int, device: str) -> list[str]:
     shape = f"[rows, {hidden}]" if what.blocks is None else f"[rows, B, {hidden}]"
     rank = 2 if what.blocks is None else 3
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return [f"{what.name} is {describe(tensor)}; a dense torch.bfloat16 tensor {shape} is wanted"]
     wanted = None
     if tensor.dtype != torch.bfloat16:
@@ -164,14 +179,16 @@ def _layout_problems(what: Expected, tensor: torch.Tensor) -> list[str]:
                 f"{what.name} has {tensor.stride(dim)} elements between {unit}; {fault}"
                 for fault in _stride_faults(tensor.stride(dim))
             ]
-    return problems or _self_overlap(_view(what, tensor))
+    if not problems and tensor.shape[0] > _MAX_ROWS:
+        problems.append(f"{what.name} has {tensor.shape[0]} rows; at most {_MAX_ROWS} are allowed")
+    return problems or _self_overlap(_view(what, tensor)) or memory_problems(what.name, tensor)
 
 
 def _stride_faults(stride: int) -> Iterator[str]:
     if stride % VECTOR_ELEMS:
         yield f"a multiple of {VECTOR_ELEMS} ({ALIGNMENT} bytes) is wanted"
-    elif stride // VECTOR_ELEMS > _MAX_STRIDE:
-        yield f"at most {_MAX_STRIDE * VECTOR_ELEMS} are allowed"
+    elif stride // VECTOR_ELEMS > MAX_STRIDE:
+        yield f"at most {MAX_STRIDE * VECTOR_ELEMS} are allowed"
 
 
 def _self_overlap(view: View) -> list[str]:
@@ -195,18 +212,7 @@ def rows_touch(one: View, start: int, other: View, other_start: int) -> bool:
       other: another operand, or the same.
       other_start: address of one block of its first row.
     """
-    size, step, other_step = one.hidden * _ELEM_BYTES, one.row_stride * _ELEM_BYTES, other.row_stride * _ELEM_BYTES
-    for row in range(one.rows):
-        distance = start + row * step - other_start
-        if other_step == 0:
-            if abs(distance) < size:
-                return True
-            continue
-        first = max(0, (distance - size) // other_step + 1)  # |distance - index * other_step| < size
-        last = min(other.rows - 1, (distance + size - 1) // other_step)
-        if first <= last:
-            return True
-    return False
+    return bool(one.rows and other.rows) and ranges_touch(one.ranges(start), other.ranges(other_start))
 
 
 def _view(what: Expected, tensor: torch.Tensor) -> View:

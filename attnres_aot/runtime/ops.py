@@ -14,58 +14,82 @@ torch.compile traces them.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnres_aot.errors import OperandError, UsageError
+from attnres_aot.errors import OperandError
+from attnres_aot.runtime.handles import Handles
+from attnres_aot.runtime.tracing import check_bound_tensors_can_be_traced, exporting
 
 if TYPE_CHECKING:
-    from attnres_aot.runtime.prepared import PreparedAttnRes
+    from attnres_aot.runtime.launching import LaunchingConsumer
 
-_numbers = itertools.count(1)
-_prepared: weakref.WeakValueDictionary[int, PreparedAttnRes] = weakref.WeakValueDictionary()
+Tensors = tuple["torch.Tensor | None", ...]
 
-
-def register(prepared: PreparedAttnRes) -> int:
-    """Returns a new handle for `prepared`, valid as long as it lives."""
-    handle = next(_numbers)
-    _prepared[handle] = prepared
-    return handle
+consumers: Handles[LaunchingConsumer] = Handles("PreparedAttnRes")
+"""Every PreparedAttnRes that is alive."""
 
 
-def registered() -> list[PreparedAttnRes]:
-    """Returns every prepared object that is alive."""
-    return list(_prepared.values())
+def compile_run(prepared: LaunchingConsumer, operands: Tensors) -> None:
+    """Puts a launch into the graph that Dynamo is tracing.
+
+    Args:
+      prepared: what launches.
+      operands: (delta, prefix, blocks, out, aux).
+    """
+    operator = torch.ops.attnres_aot.run_write if prepared.writes_block else torch.ops.attnres_aot.run
+    if exporting():
+        operator(prepared.handle, *operands, *_exported_statistics(prepared))
+    else:
+        operator(prepared.handle_tensor.size(0), *operands, *prepared.statistics)
 
 
-def trace_run(
-    prepared: PreparedAttnRes,
-    delta: torch.Tensor,
-    prefix: torch.Tensor,
-    blocks: torch.Tensor,
-    out: torch.Tensor,
-    aux: torch.Tensor | None,
-) -> None:
-    """Puts a launch into the graph that is being traced."""
-    operator = torch.ops.attnres_aot.run if prepared.key.write is None else torch.ops.attnres_aot.run_write
-    operator(prepared.handle, delta, prefix, blocks, out, aux, *prepared.statistics)
+def compile_run_ring(prepared: LaunchingConsumer, operands: Tensors, after: torch.Tensor | None) -> None:
+    """Puts a launch with a mailbox into the graph that Dynamo is tracing.
+
+    Args:
+      prepared: what launches.
+      operands: (prefix, blocks, out, aux).
+      after: what the launch comes after.
+    """
+    operator = torch.ops.attnres_aot.run_ring_write if prepared.writes_block else torch.ops.attnres_aot.run_ring
+    if exporting():
+        operator(prepared.handle, *operands, *_exported_statistics(prepared), after)
+    else:
+        operator(prepared.handle_tensor.size(0), *operands, *prepared.statistics, after)
 
 
-def trace_run_ring(
-    prepared: PreparedAttnRes,
-    prefix: torch.Tensor,
-    blocks: torch.Tensor,
-    out: torch.Tensor,
-    aux: torch.Tensor | None,
-    after: torch.Tensor | None,
-) -> None:
-    """Puts a launch with a mailbox into the graph that is being traced."""
-    operator = torch.ops.attnres_aot.run_ring if prepared.key.write is None else torch.ops.attnres_aot.run_ring_write
-    operator(prepared.handle, prefix, blocks, out, aux, *prepared.statistics, after)
+def dispatch_run(prepared: LaunchingConsumer, operands: Tensors) -> None:
+    """Calls the operator, for tracers and modes that see operators only; the arguments are those of `compile_run`.
+
+    Raises:
+      UsageError: a graph would hold copies of bound statistics.
+    """
+    operator = torch.ops.attnres_aot.run_write if prepared.writes_block else torch.ops.attnres_aot.run
+    operator(prepared.handle, *operands, *_traced_statistics(prepared, operands))
+
+
+def dispatch_run_ring(prepared: LaunchingConsumer, operands: Tensors, after: torch.Tensor | None) -> None:
+    """Calls the operator with a mailbox, likewise; the arguments are those of `compile_run_ring`."""
+    operator = torch.ops.attnres_aot.run_ring_write if prepared.writes_block else torch.ops.attnres_aot.run_ring
+    operator(prepared.handle, *operands, *_traced_statistics(prepared, operands), after)
+
+
+def _exported_statistics(prepared: LaunchingConsumer) -> tuple[None, None]:
+    if prepared.statistics[0] is not None:
+        raise RuntimeError("a consumer with bound statistics cannot be exported: the program would hold a copy of them")
+    return None, None
+
+
+def _traced_statistics(
+    prepared: LaunchingConsumer, operands: Tensors
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    statistics = prepared.statistics
+    if statistics[0] is None or check_bound_tensors_can_be_traced(f"a launch of {prepared!r}", operands):
+        return statistics
+    return None, None
 
 
 def _run(
@@ -78,8 +102,8 @@ def _run(
     mixture: torch.Tensor | None,
     scal: torch.Tensor | None,
 ) -> None:
-    prepared = _with_statistics(_find(handle), mixture, scal)
-    prepared.run(delta, prefix, blocks, out, aux)
+    prepared = _with_statistics(consumers.find(handle), mixture, scal)
+    prepared.launch((delta, prefix, blocks, out), aux, ring=False)
 
 
 def _run_ring(
@@ -92,23 +116,13 @@ def _run_ring(
     scal: torch.Tensor | None,
     after: torch.Tensor | None,  # noqa: ARG001 - only orders
 ) -> None:
-    prepared = _with_statistics(_find(handle), mixture, scal)
-    prepared.run_ring(prefix, blocks, out, aux)
-
-
-def _find(handle: int) -> PreparedAttnRes:
-    found = _prepared.get(handle)
-    if found is None:
-        raise UsageError(
-            f"handle {handle} names no PreparedAttnRes of this process; keep the object alive as long as graphs that "
-            "call it, and trace again in a new process"
-        )
-    return found
+    prepared = _with_statistics(consumers.find(handle), mixture, scal)
+    prepared.launch((prefix, blocks, out), aux, ring=True)
 
 
 def _with_statistics(
-    prepared: PreparedAttnRes, mixture: torch.Tensor | None, scal: torch.Tensor | None
-) -> PreparedAttnRes:
+    prepared: LaunchingConsumer, mixture: torch.Tensor | None, scal: torch.Tensor | None
+) -> LaunchingConsumer:
     """Returns `prepared`, or one like it with the statistics given where a compiler has copied the bound ones."""
     bound_mixture, bound_scal = prepared.statistics
     if mixture is None and scal is None:

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from attnres_aot.errors import OperandError, VariantMissError
 from attnres_aot.runtime import ops
-from attnres_aot.runtime.binding import Binding
-from attnres_aot.runtime.bound import BoundConsumer
-from attnres_aot.runtime.fault import RingFault, read_fault
-from attnres_aot.runtime.launch import NOTHING_TO_DO, Launcher
+from attnres_aot.runtime.fault import Owner, RingFault, read_fault
+from attnres_aot.runtime.handles import handle_tensor
+from attnres_aot.runtime.launching import LaunchingConsumer
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.pdl import Pdl
-from attnres_aot.runtime.route import Route
-from attnres_aot.runtime.weights import read_target
+from attnres_aot.runtime.tracing import dispatch_modes
+from attnres_aot.runtime.weights import first_device, read_target
 from attnres_aot.variants import KeyLike
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from attnres_aot.runtime.fallback import Fallback
 
 
-class PreparedAttnRes(BoundConsumer):
+class PreparedAttnRes(LaunchingConsumer):
     """One consumer of a model with its weights, ready to launch.
 
     Bind what is needed, in any order; binding again replaces. Then `run` launches with an ordinary source and
@@ -41,7 +41,9 @@ class PreparedAttnRes(BoundConsumer):
     must not touch what this launch writes, nor consume or arm its mailbox. `docs/loader.md` has both tables, what
     operands may share, and how graphs and compilers see launches.
 
-    `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
+    `handle` is the number by which the custom operators of namespace `attnres_aot` know the object. It is random, or
+    made from `name`, so that it means the same object in every process or none. `copy.copy` gives an object with a
+    handle of its own that shares all that is bound; deep copies and pickles are refused.
     """
 
     __slots__ = ("__weakref__",)
@@ -56,6 +58,7 @@ class PreparedAttnRes(BoundConsumer):
         pdl: Pdl = False,
         checks: bool = True,
         fallback: Fallback | None = None,
+        name: str | None = None,
     ) -> None:
         """Binds a consumer to its weights and puts its code on the device.
 
@@ -69,20 +72,22 @@ class PreparedAttnRes(BoundConsumer):
           checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off,
             their layout must follow from that of `out`; geometry is compared if an address or `out` changes.
           fallback: called with a `Missed` where the bundle lacks a variant, instead of raising.
+          name: what graphs that are saved and loaded in other processes find the object by, such as the name of its
+            module in the model; of one living object only.
 
         Raises:
           OperandError: weights or eps cannot be used; one line for every problem.
+          UsageError: `key` is no key, or another object has the name.
           VariantMissError: the bundle holds nothing for `key`, and there is no fallback.
           BundleError: no bundle fits, or an image is damaged.
           DriverError: the driver refused code, or this process was forked.
-          UsageError: `key` is no key.
         """
         if bundle is None:
             from attnres_aot.runtime.api import load
 
-            bundle = load(device=getattr(weights[0], "device", None))
+            bundle = load(device=first_device(weights))
         super().__init__(weights, key, eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
-        self.handle = ops.register(self)
+        self._take_handle(name)
 
     @classmethod
     def for_target(
@@ -95,6 +100,7 @@ class PreparedAttnRes(BoundConsumer):
         pdl: Pdl = False,
         checks: bool = True,
         fallback: Fallback | None = None,
+        name: str | None = None,
     ) -> PreparedAttnRes:
         """Binds the consumer before a decoder layer's attention, or the one at the end of the model.
 
@@ -109,12 +115,25 @@ class PreparedAttnRes(BoundConsumer):
           pdl: as for the constructor.
           checks: as for the constructor.
           fallback: as for the constructor.
+          name: as for the constructor.
 
         Raises:
-          UsageError: attributes are missing.
+          UsageError: attributes are missing, or another object has the name.
         """
         found = read_target(target, final=final, has_delta=has_delta)
-        return cls(found.weights, found.key, found.eps, bundle, pdl=pdl, checks=checks, fallback=fallback)
+        return cls(found.weights, found.key, found.eps, bundle, pdl=pdl, checks=checks, fallback=fallback, name=name)
+
+    def __copy__(self) -> Self:
+        twin = self._same_slots()
+        twin._take_handle(None)  # noqa: SLF001
+        twin._owner = self._owner and Owner(twin.handle, None)  # noqa: SLF001
+        twin._renew_routes()  # noqa: SLF001
+        return twin
+
+    def _take_handle(self, name: str | None) -> None:
+        self.name = name
+        self.handle = ops.consumers.register(self, name)
+        self.handle_tensor = handle_tensor(self.handle)
 
     def run(
         self,
@@ -142,12 +161,15 @@ class PreparedAttnRes(BoundConsumer):
           DriverError: the driver refused.
         """
         if is_dynamo_compiling():
-            ops.trace_run(self, delta, prefix, blocks, out, aux)
+            ops.compile_run(self, (delta, prefix, blocks, out, aux))
+            return out
+        if dispatch_modes():
+            ops.dispatch_run(self, (delta, prefix, blocks, out, aux))
             return out
         if aux is not None:
-            return self._run_aux(delta, prefix, blocks, out, aux)
-        accepts, trusts, pop, push, current_stream, ordinal, current, plan = self._ordinary.steps
-        if not (accepts(delta, prefix, blocks, out) if trusts is None else trusts(out)):
+            return self._launch_aux(self._ordinary_aux, (delta, prefix, blocks, out, aux), ring=False)
+        accepts, trusts, moved, pop, push, current_stream, ordinal, current, plan = self._ordinary.steps
+        if not (accepts(delta, prefix, blocks, out) and not moved() if trusts is None else trusts(out)):
             return self._launch_new(self._ordinary, (delta, prefix, blocks, out), ring=False)
         pointers = (delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr())
         try:
@@ -194,12 +216,15 @@ class PreparedAttnRes(BoundConsumer):
           DriverError: the driver refused.
         """
         if is_dynamo_compiling():
-            ops.trace_run_ring(self, prefix, blocks, out, aux, after)
+            ops.compile_run_ring(self, (prefix, blocks, out, aux), after)
+            return out
+        if dispatch_modes():
+            ops.dispatch_run_ring(self, (prefix, blocks, out, aux), after)
             return out
         if aux is not None:
-            return self._run_ring_aux(prefix, blocks, out, aux)
-        accepts, trusts, pop, push, current_stream, ordinal, current, plan = self._ring.steps
-        if not (accepts(prefix, blocks, out) if trusts is None else trusts(out)):
+            return self._launch_aux(self._ring_aux, (prefix, blocks, out, aux), ring=True)
+        accepts, trusts, moved, pop, push, current_stream, ordinal, current, plan = self._ring.steps
+        if not (accepts(prefix, blocks, out) and not moved() if trusts is None else trusts(out)):
             return self._launch_new(self._ring, (prefix, blocks, out), ring=True)
         pointers = (prefix.data_ptr(), blocks.data_ptr(), out.data_ptr())
         try:
@@ -227,73 +252,10 @@ class PreparedAttnRes(BoundConsumer):
         found = read_fault(self._bundle.device.ordinal)
         return found if found is not None and found.launch.handle == self.handle else None
 
-    def _run_aux(
-        self,
-        delta: torch.Tensor,
-        prefix: torch.Tensor,
-        blocks: torch.Tensor,
-        out: torch.Tensor,
-        aux: torch.Tensor,
-    ) -> torch.Tensor:
-        plan: Launcher = self._ordinary_aux.plan
-        if not plan.accepts(delta, prefix, blocks, out, aux):
-            plan = self._find(self._ordinary_aux, (delta, prefix, blocks, out, aux), ring=False, aux=True)
-        plan.launch((delta.data_ptr(), prefix.data_ptr(), blocks.data_ptr(), out.data_ptr(), aux.data_ptr()))
-        return out
-
-    def _run_ring_aux(
-        self, prefix: torch.Tensor, blocks: torch.Tensor, out: torch.Tensor, aux: torch.Tensor
-    ) -> torch.Tensor:
-        plan: Launcher = self._ring_aux.plan
-        if not plan.accepts(prefix, blocks, out, aux):
-            plan = self._find(self._ring_aux, (prefix, blocks, out, aux), ring=True, aux=True)
-        plan.launch((prefix.data_ptr(), blocks.data_ptr(), out.data_ptr(), aux.data_ptr()))
-        return out
-
-    def _launch_new(self, route: Route, tensors: tuple[torch.Tensor, ...], *, ring: bool) -> torch.Tensor:
-        """Launches for operands that the last plan does not take; returns the last of them, `out`."""
-        self._find(route, tensors, ring=ring, aux=False).launch(tuple([tensor.data_ptr() for tensor in tensors]))
-        return tensors[-1]
-
-    def _find(self, route: Route, tensors: tuple[torch.Tensor, ...], *, ring: bool, aux: bool) -> Launcher:
-        """Returns the plan for operands that the last plan does not take."""
-        if ring and self._mailbox is None:
-            raise OperandError("no mailbox is bound; call bind_ring(mailbox) before run_ring")
-        if aux and not self._aux:
-            raise OperandError("aux was passed, but no aux copy is bound; call bind_aux() before")
-        binding = self._binding(ring=ring, aux=aux)
-        try:
-            return route.find(binding, tensors)
-        except VariantMissError:
-            if self._fallback is None:
-                raise
-            self._fall_back(binding, tensors)
-            return NOTHING_TO_DO
-
-    def _fall_back(self, binding: Binding, tensors: tuple[torch.Tensor, ...]) -> None:
-        from attnres_aot.runtime.fallback import Missed
-
-        assert self._fallback is not None
-        operands = list(tensors)
-        source = binding.ring.mailbox if binding.ring is not None else operands.pop(0)
-        prefix, blocks, out, *rest = operands
-        self._fallback(
-            Missed(
-                variant=binding.variant(out.shape[0]),
-                weights=self._weights,
-                eps=self._eps,
-                source=source,
-                prefix=prefix,
-                blocks=blocks,
-                out=out,
-                aux=rest[0] if rest else None,
-            )
-        )
-
 
 def _forget_all_plans() -> None:
     """Makes every launch in a forked child look for its plan again, which is refused there."""
-    for prepared in ops.registered():
+    for prepared in ops.consumers.alive():
         prepared.forget_plans()
 
 

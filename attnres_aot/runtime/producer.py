@@ -5,38 +5,48 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import weakref
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnres_aot.errors import OperandError, UsageError
+from attnres_aot.errors import OperandError
+from attnres_aot.runtime.copies import BoundToMemory
 from attnres_aot.runtime.driver import open_driver
 from attnres_aot.runtime.guards import make_guard
+from attnres_aot.runtime.handles import Handles, handle_tensor
 from attnres_aot.runtime.launch import NOTHING_TO_DO, UNBOUND, Launcher, Order, Plan
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.memory import check_bound_memory, never_moves, watch
 from attnres_aot.runtime.operands import Expected, View, check_geometry
-from attnres_aot.runtime.overlap import AddressCheck
+from attnres_aot.runtime.overlap import AddressCheck, Fixed, PlacedCheck
 from attnres_aot.runtime.pdl import check_producer_pdl
-from attnres_aot.variants import Producer
+from attnres_aot.variants import PUBLISH, STATISTICS, Producer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MAX_PLANS = 256
 """Geometries remembered; beyond it all are forgotten and made again."""
 
-_numbers = itertools.count(1)
-_alive: weakref.WeakValueDictionary[int, PreparedProducer] = weakref.WeakValueDictionary()
+producers: dict[str, Handles[Any]] = {
+    STATISTICS: Handles("PreparedStatistics"),
+    PUBLISH: Handles("PreparedPublish"),
+}
+"""Every prepared producer that is alive, by kernel."""
 
 
-class PreparedProducer(ABC):
+class PreparedProducer(BoundToMemory, ABC):
     """A producer bound to its output. Several threads may launch the same object.
 
-    `handle` is the number by which the custom operators of namespace `attnres_aot` know the object.
+    `handle` is the number by which the custom operators of namespace `attnres_aot` know the object, as a
+    `PreparedAttnRes` has one; so are copies.
     """
 
-    __slots__ = ("__weakref__", "_bundle", "_checks", "_pdl", "_plan", "_plans", "_producer", "handle")
+    __slots__ = (
+        "__weakref__", "_bundle", "_checks", "_pdl", "_plan", "_plans", "_producer", "handle", "handle_tensor", "name",
+    )  # fmt: skip
 
     def __init__(self, producer: Producer, bundle: LoadedBundle, *, pdl: bool, checks: bool) -> None:
         """Finds the producer in the bundle; `_load` puts its code on the device once everything has been checked.
@@ -49,8 +59,18 @@ class PreparedProducer(ABC):
         self._pdl, self._checks = check_producer_pdl(pdl), checks
         self._plans: dict[Any, Plan] = {}
         self._plan: Launcher = UNBOUND
-        self.handle = next(_numbers)
-        _alive[self.handle] = self
+
+    def _take_handle(self, name: str | None) -> None:
+        """Gives the object, which is complete, its handle."""
+        self.name = name
+        self.handle = producers[self._producer.kernel].register(self, name)
+        self.handle_tensor = handle_tensor(self.handle)
+
+    def __copy__(self) -> Self:
+        twin = self._same_slots()
+        twin.forget_plans()
+        twin._take_handle(None)  # noqa: SLF001
+        return twin
 
     def _load(self) -> None:
         """Puts on the device all code that launches can need.
@@ -80,25 +100,33 @@ class PreparedProducer(ABC):
         """Returns what the tensor that is passed with each launch must be."""
 
     @abstractmethod
+    def _check_room(self, rows: int) -> None:
+        """Raises OperandError where there is no room for that many rows."""
+
+    @abstractmethod
     def _constants(self, view: View) -> dict[str, int | float]:
         """Returns the arguments of every launch with this geometry, by parameter name.
 
         Raises:
-          OperandError: there is no room for that many rows.
+          OperandError: bound memory has moved, and must not.
         """
 
     @abstractmethod
-    def _written(self, view: View) -> list[tuple[str, int, int]]:
-        """Returns (name, address, bytes) of what a launch writes, which the tensor may not touch."""
+    def _bound(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns bound tensors, whose addresses launches take, with what messages call them."""
+
+    @abstractmethod
+    def _written(self, view: View) -> list[Fixed]:
+        """Returns what a launch writes, which the tensor must not touch."""
 
     @abstractmethod
     def _pointer(self) -> str:
         """Returns the name of the parameter that takes the tensor's address."""
 
-    def _launch(self, tensor: torch.Tensor) -> None:
-        """Launches for `tensor` on the current stream of its device."""
+    def launch(self, tensor: torch.Tensor) -> None:
+        """Launches without asking who is tracing; what the custom operators do."""
         plan = self._plan
-        if not plan.accepts(tensor):
+        if not plan.accepts(tensor) or plan.moved():
             plan = self._find(tensor)
         plan.launch((tensor.data_ptr(),))
 
@@ -107,7 +135,7 @@ class PreparedProducer(ABC):
         open_driver()
         key = (tensor.shape, tensor.stride()) if isinstance(tensor, torch.Tensor) else None
         plan = self._plans.get(key)
-        if plan is None or not plan.accepts(tensor):
+        if plan is None or not plan.accepts(tensor) or plan.moved():
             made = self._make(tensor)
             if not isinstance(made, Plan):
                 return made
@@ -127,9 +155,11 @@ class PreparedProducer(ABC):
             tensor_index=device.tensor_index,
             device=str(device.device),
         )
-        constants = self._constants(view)
+        self._check_room(view.rows)
         if view.rows == 0:
             return NOTHING_TO_DO
+        bound = self._bound()
+        check_bound_memory(bound)
         kernel = bundle.launchable_producer(self._producer, view.rows)
         if self._pdl and not kernel.image.pdl:
             raise OperandError(
@@ -140,36 +170,23 @@ class PreparedProducer(ABC):
                 driver=open_driver(),
                 kernel=kernel,
                 device=device,
-                constants=constants,
+                constants=self._constants(view),
                 pointers=(self._pointer(),),
                 rows=view.rows,
                 pdl=self._pdl,
                 accepts=make_guard((tensor,)),
-                check=AddressCheck((view,), self._written(view)) if self._checks else None,
+                check=AddressCheck((view,), self._written(view)) if self._checks else PlacedCheck((view,)),
+                moved=watch([each for _, each in bound]) if self._checks else never_moves,
                 what=f"{self._producer} for {view.rows} rows",
             )
         )
 
 
-def find_prepared(handle: int, kind: str) -> Any:
-    """Returns the prepared producer that a handle names, which is of the class called `kind`.
-
-    Raises:
-      UsageError: there is none.
-    """
-    found = _alive.get(handle)
-    if type(found).__name__ != kind:
-        raise UsageError(
-            f"handle {handle} names no {kind} of this process; keep the object alive as long as graphs that call it, "
-            "and trace again in a new process"
-        )
-    return found
-
-
 def _forget_all_plans() -> None:
     """Makes every launch in a forked child look for its plan again, which is refused there."""
-    for prepared in list(_alive.values()):
-        prepared.forget_plans()
+    for kind in producers.values():
+        for prepared in kind.alive():
+            prepared.forget_plans()
 
 
 os.register_at_fork(after_in_child=_forget_all_plans)

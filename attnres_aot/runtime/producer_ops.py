@@ -15,26 +15,50 @@ from typing import Any
 
 import torch
 
-from attnres_aot.runtime.producer import find_prepared
+from attnres_aot.runtime.producer import producers
+from attnres_aot.runtime.tracing import check_bound_tensors_can_be_traced, exporting
+from attnres_aot.variants import PUBLISH, STATISTICS
 
 
-def trace_statistics(prepared: Any, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
-    """Puts a launch of the statistics producer into the graph that is being traced."""
-    torch.ops.attnres_aot.statistics(prepared.handle, blocks, mixture, scal)
+def compile_statistics(prepared: Any, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    """Puts a launch of the statistics producer into the graph that Dynamo is tracing."""
+    if exporting():
+        raise RuntimeError("a statistics producer cannot be exported: the program would write into copies")
+    torch.ops.attnres_aot.statistics(prepared.handle_tensor.size(0), blocks, mixture, scal)
 
 
-def trace_publish(prepared: Any, rows: torch.Tensor, token: torch.Tensor) -> None:
-    """Puts a launch of the publisher into the graph that is being traced."""
+def compile_publish(prepared: Any, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Puts a launch of the publisher into the graph that Dynamo is tracing; returns its token."""
+    if exporting():
+        return dispatch_publish(prepared, rows)
+    torch.ops.attnres_aot.publish(prepared.handle_tensor.size(0), rows, token)
+    return token
+
+
+def dispatch_statistics(prepared: Any, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    """Calls the operator, for tracers and modes that see operators only.
+
+    Raises:
+      UsageError: a graph would write into copies of what is bound.
+    """
+    if check_bound_tensors_can_be_traced(f"a launch of {prepared!r}", (blocks,)):
+        torch.ops.attnres_aot.statistics(prepared.handle, blocks, mixture, scal)
+
+
+def dispatch_publish(prepared: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Calls the operator, likewise; returns a token made for this launch."""
+    token = rows.new_empty((1,), dtype=torch.int8)
     torch.ops.attnres_aot.publish(prepared.handle, rows, token)
+    return token
 
 
 def _statistics(handle: int, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
-    find_prepared(handle, "PreparedStatistics").with_outputs(mixture, scal).run(blocks)
+    producers[STATISTICS].find(handle).with_outputs(mixture, scal).launch(blocks)
 
 
 def _publish(handle: int, rows: torch.Tensor, token: torch.Tensor) -> None:
     del token  # only orders
-    find_prepared(handle, "PreparedPublish").run(rows)
+    producers[PUBLISH].find(handle).launch(rows)
 
 
 def _nothing(*_: object) -> None:

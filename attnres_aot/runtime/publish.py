@@ -7,11 +7,16 @@ from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
 from attnres_aot.runtime import producer_ops
+from attnres_aot.runtime.binding import moved_mailbox
+from attnres_aot.runtime.integers import whole
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.mailbox import mailbox_problems
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View
+from attnres_aot.runtime.overlap import Fixed
 from attnres_aot.runtime.producer import PreparedProducer
 from attnres_aot.runtime.torch_device import lasting_byte, open_memory_of
+from attnres_aot.runtime.tracing import dispatch_modes, stand_ins_among
+from attnres_aot.runtime.weights import first_device
 from attnres_aot.variants import PUBLISH, Producer
 
 _BF16_BYTES = 2
@@ -28,7 +33,7 @@ class PreparedPublish(PreparedProducer):
     waits for its predecessor, and whatever that has waited for, before it reads the rows or writes any.
     """
 
-    __slots__ = ("_mailbox", "_slot", "token")
+    __slots__ = ("_address", "_mailbox", "_slot", "token")
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class PreparedPublish(PreparedProducer):
         *,
         pdl: bool = False,
         checks: bool = True,
+        name: str | None = None,
     ) -> None:
         """Binds the slot, puts the code on the device, and opens the mailbox's memory to it if that is a peer's.
 
@@ -47,10 +53,12 @@ class PreparedPublish(PreparedProducer):
           bundle: where the code comes from, loaded for the device of the rows; None is `load()`, for torch's current
             device.
           pdl: launch with programmatic stream serialization.
-          checks: check the address of the rows (alignment, overlap) whenever it changes.
+          checks: check the address of the rows (overlap) whenever it changes, and that the mailbox is there.
+          name: as for `PreparedAttnRes`.
 
         Raises:
           OperandError: the mailbox cannot be used, there is no such slot, or the device cannot write to the mailbox's.
+          UsageError: another object has the name.
           VariantMissError: the bundle does not publish.
           BundleError: no bundle fits, or an image is damaged.
           DriverError: the driver refused code, this process was forked, or the mailbox is a peer's that this process
@@ -62,14 +70,18 @@ class PreparedPublish(PreparedProducer):
             bundle = load()
         super().__init__(Producer(kernel=PUBLISH), bundle, pdl=pdl, checks=checks)
         problems = mailbox_problems(mailbox, hidden=bundle.hidden)
-        if not problems and not 0 <= slot < mailbox.shape[0]:
+        index = whole(slot)
+        if index is None:
+            problems.append(f"slot is {slot!r}; a whole number is wanted")
+        elif not problems and not 0 <= index < mailbox.shape[0]:
             problems.append(f"slot is {slot!r}; 0 to {mailbox.shape[0] - 1} are the slots of the mailbox")
-        if problems:
+        if problems or index is None:
             raise OperandError("\n".join(problems))
         open_memory_of("mailbox", mailbox, bundle.device)
-        self._mailbox, self._slot = mailbox, slot
+        self._mailbox, self._slot, self._address = mailbox, index, mailbox.data_ptr()
         self.token = lasting_byte(bundle.device)
         self._load()
+        self._take_handle(name)
 
     def __repr__(self) -> str:
         return f"<PreparedPublish into slot {self._slot} of {list(self._mailbox.shape)} on {self._mailbox.device}>"
@@ -89,32 +101,41 @@ class PreparedPublish(PreparedProducer):
           DriverError: the driver refused.
         """
         if is_dynamo_compiling():
-            producer_ops.trace_publish(self, rows, self.token)
-        else:
-            self._launch(rows)
+            return producer_ops.compile_publish(self, rows, self.token)
+        if dispatch_modes() or stand_ins_among((rows,)):
+            return producer_ops.dispatch_publish(self, rows)
+        self.launch(rows)
         return self.token
 
     def _expected(self) -> Expected:
         return Expected(name="rows", reads=(0,))
 
-    def _constants(self, view: View) -> dict[str, int | float]:
+    def _bound(self) -> list[tuple[str, torch.Tensor]]:
+        return [("the mailbox", self._mailbox)]
+
+    def _check_room(self, rows: int) -> None:
         capacity = self._mailbox.shape[1]
-        if view.rows > capacity:
-            raise OperandError(f"rows has {view.rows} rows, but a slot of the mailbox holds {capacity}")
+        if rows > capacity:
+            raise OperandError(f"rows has {rows} rows, but a slot of the mailbox holds {capacity}")
+
+    def _constants(self, view: View) -> dict[str, int | float]:
+        if self._mailbox.data_ptr() != self._address:
+            raise OperandError(moved_mailbox(self._address, self._mailbox.data_ptr()))
         return {
             "mailbox": self._slot_address(),
             "source_row_stride": view.row_stride // VECTOR_ELEMS,
             "rows": view.rows,
         }
 
-    def _written(self, view: View) -> list[tuple[str, int, int]]:
-        return [("the mailbox", self._slot_address(), view.rows * view.hidden * _BF16_BYTES)]
+    def _written(self, view: View) -> list[Fixed]:
+        size = view.rows * view.hidden * _BF16_BYTES
+        return [Fixed(name="the mailbox", address=self._slot_address(), size=size, written=True)]
 
     def _pointer(self) -> str:
         return "source"
 
     def _slot_address(self) -> int:
-        return self._mailbox.data_ptr() + self._slot * self._mailbox.stride(0) * _BF16_BYTES
+        return self._address + self._slot * self._mailbox.stride(0) * _BF16_BYTES
 
 
 def publish(
@@ -130,6 +151,6 @@ def publish(
     if bundle is None:
         from attnres_aot.runtime.api import load
 
-        bundle = load(device=rows.device)
+        bundle = load(device=first_device((rows,)))
     PreparedPublish(mailbox, slot, bundle, pdl=pdl).run(rows)
     return rows

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.binding import Binding, constants, fixed_memory
+from attnres_aot.runtime.binding import Binding, check_still_there, constants, fixed_memory
 from attnres_aot.runtime.driver import open_driver
 from attnres_aot.runtime.guards import make_guard
 from attnres_aot.runtime.launch import NOTHING_TO_DO, UNBOUND, Launcher, Order, Plan
+from attnres_aot.runtime.memory import never_moves, watch
 from attnres_aot.runtime.operands import check_geometry
-from attnres_aot.runtime.overlap import SOURCE, AddressCheck
+from attnres_aot.runtime.overlap import SOURCE, AddressCheck, PlacedCheck
 
 _MAX_PLANS = 256
 """Geometries remembered per route; beyond it all are forgotten and made again."""
@@ -60,7 +61,7 @@ class Route:
         """
         open_driver()
         key = _geometry_key(tensors)
-        known = self._plans.get(key, ())
+        known = tuple([plan for plan in self._plans.get(key, ()) if not plan.moved()])
         plan = next((plan for plan in known if plan.accepts(*tensors)), None)
         if plan is None:
             made = _make(binding, tensors)
@@ -88,6 +89,7 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
     _check_capacity(binding, rows)
     if rows == 0:
         return NOTHING_TO_DO
+    check_still_there(binding, variant)
     kernel = binding.bundle.launchable(variant, rows)
     if binding.pdl and not kernel.image.pdl:
         raise OperandError(f"pdl was asked for, but the code of {variant} does not support it; leave pdl off")
@@ -101,7 +103,8 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         pdl=bool(binding.pdl),
         accepts=make_guard(tensors),
         trusts=None if binding.checks else make_guard([tensors[-2] if binding.aux else tensors[-1]]),
-        check=AddressCheck(views, fixed_memory(binding, rows)) if binding.checks else None,
+        check=AddressCheck(views, fixed_memory(binding, variant)) if binding.checks else PlacedCheck(views),
+        moved=watch([tensor for _, tensor in binding.bound(variant)]) if binding.watched else never_moves,
         what=f"{variant} for {rows} rows",
     )
     return Plan(order)

@@ -10,11 +10,15 @@ from torch.compiler import is_dynamo_compiling
 from attnres_aot.errors import OperandError
 from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.binding import make_statistics
+from attnres_aot.runtime.integers import whole
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.memory import overlap_problems
 from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View, vector_problems
+from attnres_aot.runtime.overlap import Fixed
 from attnres_aot.runtime.producer import PreparedProducer
 from attnres_aot.runtime.torch_device import check_device
-from attnres_aot.runtime.weights import check_eps
+from attnres_aot.runtime.tracing import dispatch_modes, stand_ins_among
+from attnres_aot.runtime.weights import check_eps, first_device
 from attnres_aot.variants import STATISTICS, Producer
 
 _FP32_BYTES = 4
@@ -42,6 +46,7 @@ class PreparedStatistics(PreparedProducer):
         bundle: LoadedBundle | None = None,
         pdl: bool = False,
         checks: bool = True,
+        name: str | None = None,
     ) -> None:
         """Binds the producer and puts its code on the device.
 
@@ -54,10 +59,12 @@ class PreparedStatistics(PreparedProducer):
           nb: saved blocks, that of the consumer.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: launch with programmatic stream serialization.
-          checks: check the address of the blocks (alignment, overlap) whenever it changes.
+          checks: check the address of the blocks (overlap) whenever it changes, and that bound memory is there.
+          name: as for `PreparedAttnRes`.
 
         Raises:
           OperandError: something cannot be bound; one line for every problem.
+          UsageError: another object has the name.
           VariantMissError: the bundle does not make statistics of `nb` blocks.
           BundleError: no bundle fits, or an image is damaged.
           DriverError: the driver refused code, or this process was forked.
@@ -65,18 +72,23 @@ class PreparedStatistics(PreparedProducer):
         if bundle is None:
             from attnres_aot.runtime.api import load
 
-            bundle = load(device=norm.device)
-        super().__init__(Producer(kernel=STATISTICS, nb=nb), bundle, pdl=pdl, checks=checks)
-        self._nb, self._norm, self._query = nb, _vector(norm, bundle.hidden), _vector(query, bundle.hidden)
+            bundle = load(device=first_device((norm, query)))
+        count = whole(nb)
+        if count is None:
+            raise OperandError(f"nb is {nb!r}; a whole number of saved blocks is wanted, that of the consumer")
+        super().__init__(Producer(kernel=STATISTICS, nb=count), bundle, pdl=pdl, checks=checks)
+        self._nb, self._norm, self._query = count, _vector(norm, bundle.hidden), _vector(query, bundle.hidden)
         problems = vector_problems("norm", self._norm, (bundle.hidden,), torch.bfloat16)
         problems += vector_problems("query", self._query, (bundle.hidden,), torch.bfloat16)
         if problems:
             raise OperandError("\n".join(problems))
         self._eps = check_eps(eps)[0]
         self._statistics = make_statistics(mixture, scal, (), bundle.hidden)
-        for name, tensor in (("norm", norm), ("query", query), ("mixture", mixture), ("scal", scal)):
-            check_device(name, tensor, bundle.device)
+        for label, tensor in (("norm", norm), ("query", query), ("mixture", mixture), ("scal", scal)):
+            check_device(label, tensor, bundle.device)
+        self._check_apart()
         self._load()
+        self._take_handle(name)
 
     def __repr__(self) -> str:
         return f"<PreparedStatistics of {self._nb} blocks, up to {self._statistics.mixture.shape[0]} rows>"
@@ -96,9 +108,11 @@ class PreparedStatistics(PreparedProducer):
         """
         mixture, scal = self._statistics.mixture, self._statistics.scal
         if is_dynamo_compiling():
-            producer_ops.trace_statistics(self, blocks, mixture, scal)
+            producer_ops.compile_statistics(self, blocks, mixture, scal)
+        elif dispatch_modes() or stand_ins_among((blocks,)):
+            producer_ops.dispatch_statistics(self, blocks, mixture, scal)
         else:
-            self._launch(blocks)
+            self.launch(blocks)
         return mixture, scal
 
     def with_outputs(self, mixture: torch.Tensor, scal: torch.Tensor) -> PreparedStatistics:
@@ -106,25 +120,31 @@ class PreparedStatistics(PreparedProducer):
         bound = self._statistics
         if mixture.data_ptr() == bound.mixture.data_ptr() and scal.data_ptr() == bound.scal.data_ptr():
             return self
-        return PreparedStatistics(
-            self._norm,
-            self._query,
-            self._eps,
-            mixture,
-            scal,
-            nb=self._nb,
-            bundle=self._bundle,
-            pdl=self._pdl,
-            checks=self._checks,
-        )
+        twin = self._same_slots()
+        twin._statistics = make_statistics(mixture, scal, (), self._bundle.hidden)  # noqa: SLF001
+        twin._check_apart()  # noqa: SLF001
+        twin.forget_plans()
+        return twin
+
+    def _check_apart(self) -> None:
+        written = {"mixture", "scal"}
+        if problems := overlap_problems([(name, tensor, name in written) for name, tensor in self._bound()]):
+            raise OperandError("\n".join(problems))
 
     def _expected(self) -> Expected:
         return Expected(name="blocks", reads=tuple(range(self._nb)), blocks=self._nb)
 
+    def _bound(self) -> list[tuple[str, torch.Tensor]]:
+        outputs = [("mixture", self._statistics.mixture), ("scal", self._statistics.scal)]
+        return [("norm", self._norm), ("query", self._query), *outputs]
+
+    def _check_room(self, rows: int) -> None:
+        room = self._statistics.mixture.shape[0]
+        if rows > room:
+            raise OperandError(f"blocks has {rows} rows, but mixture holds {room}; bind a larger one")
+
     def _constants(self, view: View) -> dict[str, int | float]:
         mixture, scal = self._statistics.mixture, self._statistics.scal
-        if view.rows > mixture.shape[0]:
-            raise OperandError(f"blocks has {view.rows} rows, but mixture holds {mixture.shape[0]}; bind a larger one")
         return {
             "norm": self._norm.data_ptr(),
             "query": self._query.data_ptr(),
@@ -136,9 +156,12 @@ class PreparedStatistics(PreparedProducer):
             "eps": self._eps,
         }
 
-    def _written(self, view: View) -> list[tuple[str, int, int]]:
+    def _written(self, view: View) -> list[Fixed]:
         written = (("mixture", self._statistics.mixture), ("scal", self._statistics.scal))
-        return [(name, each.data_ptr(), view.rows * each.shape[1] * _FP32_BYTES) for name, each in written]
+        return [
+            Fixed(name=name, address=each.data_ptr(), size=view.rows * each.shape[1] * _FP32_BYTES, written=True)
+            for name, each in written
+        ]
 
     def _pointer(self) -> str:
         return "blocks"

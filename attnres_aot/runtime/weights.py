@@ -36,6 +36,10 @@ class AttnResWeights(NamedTuple):
     """[H]: weight of the output norm."""
 
 
+WEIGHT_NAMES = ("weights.norm", "weights.query", "weights.out_norm")
+"""What messages call them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Target:
     """What a layer or backbone says about its consumer."""
@@ -54,21 +58,31 @@ def check_weights(weights: Sequence[Any], hidden: int) -> AttnResWeights:
     Raises:
       OperandError: one line for every problem.
     """
-    if len(weights) != len(AttnResWeights._fields):
-        raise OperandError(f"weights hold {len(weights)} tensors; (norm, query, out_norm) are wanted")
+    given = _tuple(weights)
+    if given is None or len(given) != len(AttnResWeights._fields):
+        found = f"are {type(weights).__name__}" if given is None else f"hold {len(given)} tensors"
+        raise OperandError(f"weights {found}; (norm, query, out_norm) are wanted")
     problems = []
-    kept = []
-    for name, tensor in zip(AttnResWeights._fields, weights, strict=True):
+    kept: list[Any] = []
+    for name, tensor in zip(WEIGHT_NAMES, given, strict=True):
         vector = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-        if name == "query" and isinstance(vector, torch.Tensor) and vector.shape == (1, hidden):
+        if len(kept) == 1 and isinstance(vector, torch.Tensor) and vector.shape == (1, hidden):
             vector = vector[0]
-        problems += vector_problems(f"weights.{name}", vector, (hidden,), torch.bfloat16)
+        problems += vector_problems(name, vector, (hidden,), torch.bfloat16)
         kept.append(vector)
     if not problems and len({tensor.device for tensor in kept}) > 1:
         problems.append(f"the weights are on {', '.join(str(tensor.device) for tensor in kept)}; one device is wanted")
     if problems:
         raise OperandError("\n".join(problems))
     return AttnResWeights(*kept)
+
+
+def first_device(tensors: Any) -> torch.device | None:
+    """Returns the device of the first tensor among given weights, for which a bundle is found; None if there is none.
+
+    What is wrong with the weights is for `check_weights` to say.
+    """
+    return next((tensor.device for tensor in _tuple(tensors) or () if isinstance(tensor, torch.Tensor)), None)
 
 
 def check_eps(eps: float | tuple[float, float]) -> tuple[float, float]:
@@ -124,3 +138,11 @@ def read_target(layer: Any, *, final: bool, has_delta: bool | None) -> Target:
 
 def _is_epsilon(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and MIN_EPS <= value < math.inf
+
+
+def _tuple(values: Any) -> tuple[Any, ...] | None:
+    """Returns what was given as a tuple; None where it holds nothing."""
+    try:
+        return tuple(values)
+    except TypeError:
+        return None

@@ -1,9 +1,11 @@
 """torch.compile and the custom operators: whole graphs, the same bits, and what opcheck says."""
 
+import gc
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnres_aot import AttnResWeights, PreparedAttnRes
 
@@ -110,5 +112,85 @@ def test_compiled_ring_gives_the_same_bits(choose, consumer, seed):
         updated, out = prefix.clone(), torch.empty_like(prefix)
         results.append([function(updated, blocks, out), updated, out])
         assert reference.is_armed(mailbox).all()
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left.view(torch.int16), right.view(torch.int16))
+
+
+class Layer(torch.nn.Module):
+    """A layer as engines write it: the prepared object is an attribute."""
+
+    def __init__(self, prepared: PreparedAttnRes) -> None:
+        super().__init__()
+        self.prepared = prepared
+
+    def forward(self, delta, prefix, blocks, out):
+        self.prepared.run(delta * 2, prefix, blocks, out)
+        return out * 2
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_one_compiled_layer_serves_all_modules(choose, make, mode):
+    """More layers than Dynamo compiles a function for; each must launch with its own weights, captured or not."""
+    variant = choose(CONDITIONS["reads-blocks"])
+    layers, given = [], []
+    for _ in range(12):
+        prepared, tensors = make(variant)
+        layers.append(Layer(prepared))
+        given.append(tensors)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = [torch.compile(layer, fullgraph=True, mode=mode) for layer in layers]
+    for _ in range(4):  # warm-up, capture, replays
+        for layer, function, tensors in zip(layers, compiled, given, strict=True):
+            results = []
+            for call in (layer, function):
+                each = tensors.clone()
+                result = call(each.delta, each.prefix, each.blocks, each.out)
+                results.append([result.clone(), each.prefix, each.out])
+            for left, right in zip(*results, strict=True):
+                assert torch.equal(left.view(torch.int16), right.view(torch.int16))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_saved_graph_finds_the_layer_by_its_name(choose, consumer, make, tmp_path):
+    """Objects are made in another order after loading, as another process may; the names say which is which."""
+    variant, named = choose(CONDITIONS["reads-blocks"]), {}
+    made = [make(variant) for _ in range(3)]
+    for index, (prepared, tensors) in enumerate(made):
+        weights = tuple(prepared._weights)
+        named[index] = PreparedAttnRes(weights, variant.key, 1e-5, consumer.loaded, name=f"layers.{index}")
+        operands = (tensors.delta, tensors.prefix, tensors.blocks, tensors.out)
+        program = torch.export.export(Layer(named[index]), operands, strict=False)
+        torch.export.save(program, tmp_path / f"{index}.pt2")
+    named.clear()
+    del program
+    gc.collect()
+    again = {}
+    for index in (2, 0, 1):
+        weights = tuple(made[index][0]._weights)
+        again[index] = PreparedAttnRes(weights, variant.key, 1e-5, consumer.loaded, name=f"layers.{index}")
+    for index, (prepared, tensors) in enumerate(made):
+        loaded = torch.export.load(tmp_path / f"{index}.pt2").module()
+        results = []
+        for call in (Layer(prepared), loaded):
+            each = tensors.clone()
+            results.append([call(each.delta, each.prefix, each.blocks, each.out), each.prefix, each.out])
+        for left, right in zip(*results, strict=True):
+            assert torch.equal(left.view(torch.int16), right.view(torch.int16))
+    assert len(again) == 3
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_make_fx_records_launches(choose, make, mode):
+    prepared, tensors = make(choose(CONDITIONS["reads-blocks"]))
+    layer, each = Layer(prepared), tensors.clone()
+    graph = make_fx(layer, tracing_mode=mode)(each.delta, each.prefix, each.blocks, each.out)
+    assert [str(node.target) for node in graph.graph.nodes if "attnres" in str(node.target)] == [
+        "attnres_aot.run.default"
+    ]
+    results = []
+    for call in (layer, graph):
+        each = tensors.clone()
+        results.append([call(each.delta, each.prefix, each.blocks, each.out), each.prefix, each.out])
     for left, right in zip(*results, strict=True):
         assert torch.equal(left.view(torch.int16), right.view(torch.int16))

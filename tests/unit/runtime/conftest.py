@@ -153,8 +153,7 @@ def stub(stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> StubCuda:
     monkeypatch.setattr(library, "_functions", {})
     monkeypatch.setattr(api, "_found", {})
     monkeypatch.setattr(fault, "_records", {})
-    monkeypatch.setattr(fault, "_tags", {})
-    monkeypatch.setattr(fault, "_launches", [])
+    monkeypatch.setattr(fault, "_kinds", {})
     monkeypatch.setattr(torch_device, "_opened", set())
     monkeypatch.setattr(
         api, "pick_device", lambda device: cuda.device(0 if device is None else torch.device(device).index or 0)

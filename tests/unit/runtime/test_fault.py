@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import itertools
 import struct
 from types import SimpleNamespace
 
 import pytest
 
 import attnres_aot
-from attnres_aot.errors import DriverError
+from attnres_aot.errors import DriverError, UsageError
+from attnres_aot.runtime import fault
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.variants import ConsumerKey
 
@@ -40,7 +43,7 @@ def test_a_budget_comes_with_a_record_and_a_tag(stub, make, operands):
     assert arguments["spin_budget"] == 77
     assert arguments["fault"] % 16 == 0
     assert ctypes.string_at(arguments["fault"], 16) == bytes(16)
-    assert arguments["fault_tag"] == 1
+    assert 0 < arguments["fault_tag"] < 2**31
 
 
 def test_without_a_budget_there_is_no_record(stub, make, operands):
@@ -73,7 +76,63 @@ def test_every_variant_and_every_object_has_a_tag_of_its_own(stub, make, operand
     one.run_ring(*operands(rows=5).ring)
     other.run_ring(*operands(rows=3).ring)
     one.bind_aux().run_ring(*operands(rows=3).ring, operands().aux)
-    assert [stub.launch(i).arguments()["fault_tag"] for i in range(4)] == [1, 1, 2, 3]
+    tags = [stub.launch(i).arguments()["fault_tag"] for i in range(4)]
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 3
+
+
+def test_objects_that_are_gone_leave_nothing_behind(stub, make, operands):
+    before = len(fault._owners)
+    for _ in range(100):
+        make().run_ring(*operands().ring)
+    gc.collect()
+    assert len(fault._owners) == before
+    assert len(fault._kinds) == 1
+    assert len({stub.launch(i).arguments()["fault_tag"] for i in range(100)}) == 100
+
+
+def test_a_captured_launch_of_an_object_that_is_gone_is_never_taken_for_another(stub, make, operands):
+    gone = make(budget=123)
+    gone.run_ring(*operands().ring)
+    del gone
+    gc.collect()
+    others = [make() for _ in range(20)]
+    for other in others:
+        other.run_ring(*operands().ring)
+    give_up(stub, row=1, slot=2, vector=3, index=0)
+    found = attnres_aot.ring_fault()
+    assert (found.launch.handle, found.launch.spin_budget, found.row) == (None, 123, 1)
+    assert str(found).startswith("ring consumer nb2-delta-ring8 of tiny-sm_90 gave up on cuda:0 after 123 polls")
+    assert [other.fault() for other in others] == [None] * 20
+
+
+def test_when_numbers_run_out_faults_name_no_object(stub, make, operands, monkeypatch):
+    monkeypatch.setattr(fault, "_next_number", itertools.count(fault._MAX_NUMBER).__next__)
+    consumers = [make(), make()]
+    for consumer in consumers:
+        consumer.run_ring(*operands().ring)
+    give_up(stub, row=0, slot=1, vector=2)
+    assert attnres_aot.ring_fault().launch.handle is None
+    assert str(attnres_aot.ring_fault().variant) == "nb2-delta-ring8"
+    assert [consumer.fault() for consumer in consumers] == [None, None]
+
+
+def test_too_many_kinds_of_launch_are_refused(stub, make, operands, monkeypatch):
+    monkeypatch.setattr(fault, "_MAX_KINDS", 3)
+    for budget in (1, 2, 2):
+        make(budget=budget).run_ring(*operands().ring)
+    with pytest.raises(UsageError, match=r"spin_budget is 3, but 2 different launches .* use fewer different budgets"):
+        make(budget=3).run_ring(*operands().ring)
+    make(budget=1).run_ring(*operands().ring)
+
+
+def test_a_fault_says_the_name(stub, bundle, weights, operands):
+    mailbox = attnres_aot.new_mailbox(8, 64, HIDDEN, "cpu")
+    named = attnres_aot.PreparedAttnRes(weights, KEY, 1e-5, bundle, name="layers.3").bind_ring(mailbox, spin_budget=5)
+    named.run_ring(*operands().ring)
+    give_up(stub, row=0, slot=1, vector=2)
+    assert named.fault().launch.name == "layers.3"
+    assert str(named.fault()).startswith("ring consumer nb2-delta-ring8 'layers.3' of tiny-sm_90 gave up")
 
 
 def test_the_fault_names_variant_row_slot_and_elements(stub, make, operands):

@@ -18,6 +18,9 @@ SECOND = {
     "row-stride": (torch.zeros(3, 2048, dtype=BF16)[:, :1024], False),
     "last-stride": (torch.zeros(1024, 3, dtype=BF16).t(), False),
     "device": (torch.zeros(3, 1024, dtype=BF16, device="meta"), False),
+    "negated": (torch._neg_view(torch.zeros(3, 1024, dtype=BF16)), False),
+    "parameter": (torch.nn.Parameter(torch.zeros(3, 1024, dtype=BF16)), False),
+    "zero-tensor": (torch._efficientzerotensor((3, 4), dtype=BF16), False),
     "not-a-tensor": (None, False),
 }
 
@@ -27,6 +30,22 @@ SECOND = {
 def test_guard_judges(make, name):
     tensor, accepted = SECOND[name]
     assert make(MODEL)(tensor, MODEL[1]) is accepted
+
+
+@pytest.mark.parametrize("make", [guards.native_guard, guards.python_guard])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize"])
+def test_guard_refuses_what_a_transform_shows(make, transform):
+    plain = torch.zeros(3, 1024)
+    guard, seen = make([plain]), []
+
+    def function(tensor):
+        seen.append((tensor.shape, guard(tensor)))
+        return tensor.sum()
+
+    transforms = {"vmap": torch.func.vmap, "grad": torch.func.grad, "functionalize": torch.func.functionalize}
+    given = torch.zeros(2, 3, 1024) if transform == "vmap" else plain.clone()
+    transforms[transform](function)(given)
+    assert seen == [(plain.shape, False)]
 
 
 def test_this_torch_has_working_native_guards():
