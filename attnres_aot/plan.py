@@ -170,7 +170,7 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
                 users.setdefault(variant, set()).add(deployment.pair)
     everything = sorted(users, key=lambda variant: variant.sort_key)
     needed = _producers(users, config.model.hidden_size)
-    names = _select_names([*map(str, everything), *(str(each.producer) for each in needed)], selection.only)
+    names = _select_names([*map(str, everything), *(str(each.producer) for each in needed)], selection.only, arch)
     variants = tuple(
         PlannedVariant(
             variant=variant,
@@ -247,14 +247,14 @@ def _select_deployments(deployments: tuple[Deployment, ...], selection: Selectio
     return kept
 
 
-def _select_names(names: list[str], patterns: tuple[str, ...]) -> set[str]:
+def _select_names(names: list[str], patterns: tuple[str, ...], arch: Arch) -> set[str]:
     """Returns the names that match any pattern, or all when there is none."""
     if not patterns:
         return set(names)
     matches = {pattern: _matching(pattern, names) for pattern in patterns}
     missed = [pattern for pattern, found in matches.items() if not found]
     if missed:
-        raise UsageError("\n".join(_no_match(pattern, names) for pattern in missed))
+        raise UsageError("\n".join(_no_match(pattern, names, arch) for pattern in missed))
     return set().union(*matches.values())
 
 
@@ -266,11 +266,11 @@ def _matching(pattern: str, names: list[str]) -> set[str]:
     return {name for name in names if pattern in name}
 
 
-def _no_match(pattern: str, names: list[str]) -> str:
+def _no_match(pattern: str, names: list[str], arch: Arch) -> str:
     near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
     return (
-        f"{pattern!r} matches none of the {len(names)} variants and producers selected so far; near it: "
+        f"{pattern!r:.140} matches none of the {len(names)} variants and producers selected so far; near it: "
         f"{', '.join(near)}. "
         "A pattern with *, ? or [ must match a whole name, other text may be a part of it; "
-        "`attnres-aot plan --json` lists every name"
+        f"`attnres-aot plan --arch {arch} --json`, with the same --config, lists every name"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 
 from attnres_aot.arch import Arch
 from attnres_aot.build.builder import BuildRequest, Preview, build, preview
+from attnres_aot.build.cores import usable_cores
 from attnres_aot.build.inventory import Source
 from attnres_aot.build.keys import BuildFacts, gather_facts
 from attnres_aot.build.pool import PoolSettings
@@ -27,11 +27,6 @@ from attnres_aot.plan import EVERYTHING, Selection, plan
 
 MOST_JOBS = 16
 """Compiler processes that are started unless more are asked for; each takes about 300 MB."""
-
-
-def usable_cores() -> int:
-    """Returns the number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @click.command("build")
@@ -48,7 +43,8 @@ def usable_cores() -> int:
     "--jobs",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Compiler processes at a time; as many as there are cores, at most {MOST_JOBS}, when left out.",
+    help=f"Compiler processes at a time; as many as the CPU cores that may be used (a container's quota counts), at "
+    f"most {MOST_JOBS}, when left out.",
 )
 @click.option("--force", is_flag=True, help="Compile everything again, and replace a bundle that holds more variants.")
 @click.option("--keep-going", is_flag=True, help="After a failure go on, and list all failures at the end.")

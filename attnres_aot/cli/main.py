@@ -52,9 +52,12 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands by where they run, without importing them."""
+        anywhere = {name: text for name, text in device_cli.COMMANDS.items() if name in device_cli.ANYWHERE}
+        deployed = {name: text for name, text in device_cli.COMMANDS.items() if name not in device_cli.ANYWHERE}
         for title, commands in (
             ("On a build machine", BUILDER_COMMANDS),
-            ("In a deployment image", device_cli.COMMANDS),
+            ("In a deployment image", deployed),
+            ("Anywhere", anywhere),
         ):
             with formatter.section(title):
                 formatter.write_dl(list(commands.items()))
