@@ -174,7 +174,7 @@ class _Composer:
 def _events(loader: yaml.SafeLoader) -> Iterator[yaml.Event]:
     """Yields the parser's events as it finds them."""
     while loader.check_event():
-        yield loader.get_event()
+        yield loader.get_event()  # type: ignore[no-untyped-call]
 
 
 def _line(event: yaml.Event) -> int:
