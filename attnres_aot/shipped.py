@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="list the names, each with what it is")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.epilog = "To make a configuration of your own: attnres-aot config > my_model.yaml"
+    parser.epilog = "To make a configuration of your own: `attnres-aot config > my_model.yaml`"
 
 
 def run(args: argparse.Namespace) -> int:
