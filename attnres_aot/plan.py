@@ -164,10 +164,9 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
     for consumer in dict.fromkeys(consumers(config.model)):
         if consumer.position is Position.BEFORE_MLP and not config.options.before_mlp:
             continue
-        for deployment in deployments:
-            for variant in _variants(config, consumer, deployment):
-                positions.setdefault(variant, set()).add(consumer.position)
-                users.setdefault(variant, set()).add(deployment.pair)
+        for variant, pairs in _variants(config, consumer, deployments):
+            positions.setdefault(variant, set()).add(consumer.position)
+            users.setdefault(variant, set()).update(pairs)
     everything = sorted(users, key=lambda variant: variant.sort_key)
     needed = _producers(users, config.model.hidden_size)
     names = _select_names([*map(str, everything), *(str(each.producer) for each in needed)], selection.only, arch)
@@ -211,17 +210,23 @@ def _producers(users: Mapping[Variant, set[tuple[int, int]]], hidden: int) -> li
     ]
 
 
-def _variants(config: Config, consumer: Consumer, deployment: Deployment) -> Iterator[Variant]:
-    """Yields the variants of one consumer that one deployment asks for."""
+def _variants(
+    config: Config, consumer: Consumer, deployments: tuple[Deployment, ...]
+) -> Iterator[tuple[Variant, list[tuple[int, int]]]]:
+    """Yields the variants of one consumer, each with the deployments that ask for it."""
     options = config.options
-    sources = [0]
-    if options.ring and consumer.ring:
-        sources += config.mailbox.slots_for(deployment.tp)
-    stats = options.stats and deployment.uses_stats(consumer.key.nb)
-    for slots in sources:
-        for aux in (False, True) if options.aux else (False,):
+    needed: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+    for deployment in deployments:
+        sources = [0]
+        if options.ring and consumer.ring:
+            sources += config.mailbox.slots_for(deployment.tp)
+        stats = options.stats and deployment.uses_stats(consumer.key.nb)
+        for slots in sources:
             for with_stats in (False, True) if stats else (False,):
-                yield Variant(key=consumer.key, slots=slots, aux=aux, stats=with_stats)
+                needed.setdefault((slots, with_stats), []).append(deployment.pair)
+    for (slots, with_stats), pairs in needed.items():
+        for aux in (False, True) if options.aux else (False,):
+            yield Variant(key=consumer.key, slots=slots, aux=aux, stats=with_stats), pairs
 
 
 def _select_deployments(deployments: tuple[Deployment, ...], selection: Selection) -> tuple[Deployment, ...]:

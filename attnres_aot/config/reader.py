@@ -23,7 +23,7 @@ MAX_CAPACITY = 65536
 MAX_RANKS = 1024
 """Largest tensor-parallel size without one mailbox slot per rank."""
 
-MAX_DEPLOYMENTS = 64
+MAX_DEPLOYMENTS = 32
 """Most deployments: planning time and the size of a manifest grow with their number."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
