@@ -249,7 +249,8 @@ def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> Non
     producers -= {str(item.producer) for item in request.plan.producers}
     tables = {(table.tp, table.dcp) for table in manifest.tables} - {item.pair for item in request.plan.deployments}
     if variants or producers or tables:
-        lost = [f"{len(variants)} variants"] * bool(variants) + [f"{len(producers)} producers"] * bool(producers)
+        counted = ((variants, "variant"), (producers, "producer"))
+        lost = [f"{len(names)} {noun}{'s' * (len(names) != 1)}" for names, noun in counted if names]
         lost += [f"(tp, dcp) {pair}" for pair in sorted(tables)]
         raise BundleError(
             f"this part of the plan would replace {str(request.path)!r} and lose {', '.join(lost)} that it holds; "

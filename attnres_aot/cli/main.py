@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return MISUSED
     except click.UsageError as error:
-        hint = f"; see: {error.ctx.command_path} --help" if error.ctx else ""
+        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
         return _fail(error.format_message().removesuffix(".") + hint, MISUSED)
     except click.ClickException as error:
         return _fail(error.format_message(), FAILED)

@@ -260,6 +260,7 @@ MISTAKES = [
     Mistake(
         "no_name", "plan --arch sm_120 --config configs/kimi_k3_all.yaml --only nb9", "attnres-aot plan --arch sm_120"
     ),
+    Mistake("no_such_option", "plan --archs sm_90", "attnres-aot plan --help"),
     Mistake("no_bundle", "inspect none", "attnres-aot build --arch"),
     Mistake("no_image", "inspect 'with space' --image none", "attnres-aot inspect 'with space' --json"),
     Mistake("no_variant", "inspect 'with space' --variant none", "attnres-aot inspect 'with space' --json"),
