@@ -25,6 +25,21 @@ def test_mutated_files_are_accepted_or_refused_in_few_words(tmp_path):
     assert int(kinds["refused"]) > 500
 
 
+def costliest() -> bytes:
+    """The accepted file that is dearest to read and to plan: everything at its limit."""
+    head = "name: costly\nmodel: {hidden_size: 8192, layers: 1024, block_size: 128, leading_dense_layers: 0}\n"
+    head += f"mailbox: {{capacity: 65536, slots: [{', '.join(map(str, range(1, 17)))}]}}\ndeployments:\n"
+    table = ",".join(f"{rows}:{rows % 2}" for rows in range(1, 900))
+    items = [f'- {{tp: {tp}, dcp: 1, attn_stats: "{table}", attn_stats_blocks: "1-8:1"}}\n' for tp in range(993, 1025)]
+    return (head + "".join(items)).encode()
+
+
+def test_the_costliest_file_stays_within_the_limits(tmp_path):
+    data = costliest()
+    assert len(data) > 200_000
+    assert yaml_files.judge(data, whole=True, folder=tmp_path).kind == "accepted"
+
+
 def raise_an_error(data, where):
     raise IndexError(where)
 

@@ -1,8 +1,8 @@
-"""How many CPU cores a build may keep busy: those it may run on, within the CPU quota of its container.
+"""How many cores and how much memory a build may use: what the machine has, within the limits of its container.
 
-A container's quota (`docker run --cpus`, a Kubernetes limit) hides no core: it only lets the processes of a control
-group run for so long in each period. Both versions of the kernel's interface are read, for the group of this process
-and for those around it, as far as they can be seen from here.
+A container's limits (`docker run --cpus --memory`, those of Kubernetes) hide neither cores nor memory: the processes of
+a control group are held up, or killed, when they use more. Both versions of the kernel's interface are read, for the
+group of this process and for those around it, as far as they can be seen from here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,29 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
+def usable_memory() -> int:
+    """Returns the bytes of memory that this process and its children may have together."""
+    limit = memory_limit()
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return installed if limit is None else min(installed, limit)
+
+
+def memory_limit(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> int | None:
+    """Returns the smallest memory limit of the groups around this process, in bytes; None if there is none.
+
+    Args:
+      groups: where control groups are mounted.
+      own_groups: the file that lists the groups of this process.
+    """
+    files = [
+        folder / name
+        for folder in _folders("memory", groups, own_groups)
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    limits = [limit for file in files for limit in _words(file, 1) if limit is not None and limit > 0]
+    return min(limits, default=None)
+
+
 def cpu_quota(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> float | None:
     """Returns the smallest CPU quota of the groups around this process, in cores; None if there is none.
 
@@ -32,7 +55,7 @@ def cpu_quota(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> float | N
       groups: where control groups are mounted.
       own_groups: the file that lists the groups of this process.
     """
-    quotas = [quota for folder in _folders(groups, own_groups) if (quota := _quota_of(folder)) is not None]
+    quotas = [quota for folder in _folders("cpu", groups, own_groups) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
 
@@ -43,13 +66,13 @@ def _schedulable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _folders(groups: Path, own_groups: Path) -> Iterator[Path]:
-    """Yields the folders of the groups of this process and of all groups around them.
+def _folders(controller: str, groups: Path, own_groups: Path) -> Iterator[Path]:
+    """Yields the folders of the groups of this process and of all groups around them, for one controller.
 
     In a container the mount shows the container's group at its top, while the path may be the one that the host sees;
     so the top is always among them, and folders that are not there are passed over by the reader.
     """
-    mounts = [(groups, "/"), (groups / "cpu", "/"), (groups / "cpu,cpuacct", "/"), (groups / "unified", "/")]
+    mounts = [(groups, "/"), (groups / controller, "/"), (groups / "cpu,cpuacct", "/"), (groups / "unified", "/")]
     try:
         lines = own_groups.read_text().splitlines()
     except (OSError, ValueError):
@@ -58,8 +81,8 @@ def _folders(groups: Path, own_groups: Path) -> Iterator[Path]:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:
             mounts += [(groups, path), (groups / "unified", path)]
-        elif "cpu" in controllers.split(","):
-            mounts += [(groups / "cpu", path), (groups / controllers, path)]
+        elif controller in controllers.split(","):
+            mounts += [(groups / controller, path), (groups / controllers, path)]
     for mount, path in mounts:
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts) + 1):

@@ -1,4 +1,4 @@
-"""How many cores a build takes: those it may run on, and no more than its container's CPU quota pays for."""
+"""How many jobs a build takes: no more than its container has cores and memory for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from attnres_aot.build import cores
-from attnres_aot.build.cores import cpu_quota, usable_cores
+from attnres_aot.build import quotas
+from attnres_aot.build.quotas import cpu_quota, memory_limit, usable_cores, usable_memory
+from attnres_aot.cli import build_command
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,56 @@ def test_no_list_of_groups_is_no_quota(tmp_path):
     [(8, None, 8), (8, 1.5, 2), (8, 0.1, 1), (2, 16.0, 2), (1, 1.0, 1), (8, 3.0, 3)],
 )
 def test_the_smaller_of_both_is_used(schedulable, quota, usable, monkeypatch):
-    monkeypatch.setattr(cores, "_schedulable_cores", lambda: schedulable)
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(quotas, "_schedulable_cores", lambda: schedulable)
+    monkeypatch.setattr(quotas, "cpu_quota", lambda: quota)
     assert usable_cores() == usable
+
+
+GIB = 1 << 30
+MEMORY = [
+    ("version_2", "0::/\n", {"memory.max": f"{GIB}\n"}, GIB),
+    ("version_2_without_limit", "0::/\n", {"memory.max": "max\n"}, None),
+    ("version_2_around", "0::/a/b\n", {"a/memory.max": f"{GIB}", "a/b/memory.max": f"{2 * GIB}"}, GIB),
+    ("version_1", "4:memory:/docker/x\n", {"memory/docker/x/memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+    ("version_1_without_limit", "4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ("version_1_at_the_top", "4:memory:/docker/x\n", {"memory/memory.limit_in_bytes": f"{3 * GIB}\n"}, 3 * GIB),
+]
+
+
+@pytest.mark.parametrize("case", MEMORY, ids=lambda case: case[0])
+def test_memory_limit_is_the_smallest_around_the_process(case, tmp_path):
+    _, own_text, files, limit = case
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    own = tmp_path / "cgroup"
+    own.write_text(own_text)
+    assert memory_limit(tmp_path / "groups", own) == limit
+
+
+def test_a_limit_above_the_installed_memory_is_none(monkeypatch):
+    monkeypatch.setattr(quotas, "memory_limit", lambda: None)
+    installed = usable_memory()
+    assert installed > 0
+    monkeypatch.setattr(quotas, "memory_limit", lambda: 1 << 60)
+    assert usable_memory() == installed
+    monkeypatch.setattr(quotas, "memory_limit", lambda: 12345)
+    assert usable_memory() == 12345
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "jobs"), [(4, 64 * GIB, 4), (64, 64 * GIB, 16), (16, 2 * GIB, 5), (16, 1 << 20, 1), (1, GIB, 1)]
+)
+def test_jobs_are_as_many_as_both_are_enough_for(cores, memory, jobs, monkeypatch):
+    monkeypatch.setattr(build_command, "usable_cores", lambda: cores)
+    monkeypatch.setattr(build_command, "usable_memory", lambda: memory)
+    assert build_command.default_jobs() == jobs
 
 
 def test_affinity_counts(monkeypatch):
     monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
-    assert cores._schedulable_cores() == 3
+    assert quotas._schedulable_cores() == 3
     monkeypatch.delattr(os, "process_cpu_count")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    assert cores._schedulable_cores() == 2
+    assert quotas._schedulable_cores() == 2
