@@ -29,7 +29,7 @@ def costliest() -> bytes:
     """The accepted file that is dearest to read and to plan: everything at its limit."""
     head = "name: costly\nmodel: {hidden_size: 8192, layers: 1024, block_size: 128, leading_dense_layers: 0}\n"
     head += f"mailbox: {{capacity: 65536, slots: [{', '.join(map(str, range(1, 17)))}]}}\ndeployments:\n"
-    table = ",".join(f"{rows}:{rows % 2}" for rows in range(1, 900))
+    table = ",".join(f"{rows}:{rows % 2}" for rows in range(1, 1200))
     items = [f'- {{tp: {tp}, dcp: 1, attn_stats: "{table}", attn_stats_blocks: "1-8:1"}}\n' for tp in range(993, 1025)]
     return (head + "".join(items)).encode()
 
