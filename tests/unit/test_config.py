@@ -356,7 +356,7 @@ def test_missing_file_says_what_to_pass(tmp_path):
 
 
 def test_folder_is_not_a_file(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder, not a file"):
+    with pytest.raises(ConfigError, match="it is a folder, not a file"):
         load_config(tmp_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import config_source
+from attnres_aot import input_file
 from attnres_aot.cli import main
 from attnres_aot.config import DEFAULT_CONFIG
 from attnres_aot.config_source import MAX_BYTES, read_source
@@ -26,10 +26,13 @@ class Refused:
 
 REFUSED = [
     Refused("absent", "none.yaml", "none.yaml: cannot be read: No such file or directory; give --config the path"),
-    Refused("folder", ".", ".: is a folder, not a file"),
+    Refused(
+        "shipped", "kimi_k3_all.yaml", "`attnres-aot config kimi_k3_all > kimi_k3_all.yaml` writes the one that ships"
+    ),
+    Refused("folder", ".", ".: cannot be read: it is a folder, not a file"),
     Refused("below_a_file", "plain/x", "plain/x: cannot be read: Not a directory"),
     Refused("loop", "loop", "loop: cannot be read: Too many levels of symbolic links"),
-    Refused("endless_device", "/dev/zero", "/dev/zero: is a device, not a file"),
+    Refused("endless_device", "/dev/zero", "/dev/zero: cannot be read: it is a device, not a file"),
     Refused("long_name", "x" * 300, "x: cannot be read: File name too long"),
     Refused("long_path", "x/" * 3000 + "x", "x: cannot be read: File name too long"),
     Refused("nul", "a\0b", "cannot be read: embedded null byte"),
@@ -78,7 +81,7 @@ def test_a_pipe_is_read_to_its_end():
 
 
 def test_a_pipe_whose_writer_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(config_source, "PIPE_S", 0.05)
+    monkeypatch.setattr(input_file, "PIPE_S", 0.05)
     read, write = os.pipe()
     os.write(write, b"name: x")
     try:

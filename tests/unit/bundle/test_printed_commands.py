@@ -42,6 +42,7 @@ PLACEHOLDERS = {
     "{arch}": "sm_90",
     "{end}": " --force",
     "{name}": "kimi_k3_all",
+    "{path.stem}": "kimi_k3_all",
     "{PACKAGE}": "nvidia-cuda-nvdisasm",
     "{shlex.quote(str(bundle.path))}": "artifacts/kimi_k3-sm_100",
     "BUNDLE": "artifacts/kimi_k3-sm_100",
