@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,10 @@ def test_it_works_without_the_build_tools():
     program += "from attnres_aot.cli import main; sys.exit(main(['config']))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, DEFAULT_CONFIG.read_text())
+
+
+def test_the_checkout_links_to_every_shipped_file():
+    """So that a reader of the repository finds them at the top, and nothing exists twice."""
+    top = Path(__file__).parents[2] / "configs"
+    assert {path.name for path in top.iterdir()} == {f"{name}.yaml" for name in shipped.names()}
+    assert all(path.is_symlink() and path.resolve() == shipped.FOLDER / path.name for path in top.iterdir())
