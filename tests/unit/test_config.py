@@ -14,6 +14,7 @@ from attnres_aot.config import DEFAULT_CONFIG, load_config, parse_config
 from attnres_aot.config.problems import MOST_REPORTED
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Mailbox, Options
+from attnres_aot.variants import MAX_BLOCKS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = """\
@@ -142,7 +143,12 @@ EDITS = [
         "9216",
         "3: model.hidden_size: found 9216; allowed: a multiple of 1024, 1024..8192; nearest: 8192",
     ),
-    Edit("too_many_blocks", "layers: 9", "layers: 33", "makes 9 saved blocks of 33 layers; allowed: at most 8"),
+    Edit(
+        "too_many_blocks",
+        "layers: 9",
+        f"layers: {4 * MAX_BLOCKS + 1}",
+        f"makes {MAX_BLOCKS + 1} saved blocks of {4 * MAX_BLOCKS + 1} layers; allowed: at most {MAX_BLOCKS}",
+    ),
     Edit(
         "more_dense_than_layers", "dense_layers: 1", "dense_layers: 10", "leading_dense_layers: found 10; allowed: 0..9"
     ),
@@ -291,7 +297,10 @@ def test_alias_bomb_is_refused_at_once():
 
 def test_all_mistakes_of_a_file_come_together_in_file_order():
     text = (
-        GOOD.replace("2048", "5").replace("capacity", "capasity").replace('"1-3:1"', '"9:1"').replace("tp: 2", "tp: x")
+        GOOD.replace("2048", "5")
+        .replace("capacity", "capasity")
+        .replace('"1-3:1"', f'"{MAX_BLOCKS + 1}:1"')
+        .replace("tp: 2", "tp: x")
     )
     problems = problems_of(text)
     assert [int(problem.split(":")[1]) for problem in problems] == [3, 8, 16, 17]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.variants import MAX_BLOCKS
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from fuzz import yaml_files  # noqa: E402 - from the checkout
@@ -27,10 +29,14 @@ def test_mutated_files_are_accepted_or_refused_in_few_words(tmp_path):
 
 def costliest() -> bytes:
     """The accepted file that is dearest to read and to plan: everything at its limit."""
-    head = "name: costly\nmodel: {hidden_size: 8192, layers: 1024, block_size: 128, leading_dense_layers: 0}\n"
+    head = "name: costly\nmodel: {hidden_size: 8192, layers: 1024, leading_dense_layers: 0, "
+    head += f"block_size: {1024 // MAX_BLOCKS}}}\n"
     head += f"mailbox: {{capacity: 65536, slots: [{', '.join(map(str, range(1, 17)))}]}}\ndeployments:\n"
     table = ",".join(f"{rows}:{rows % 2}" for rows in range(1, 1200))
-    items = [f'- {{tp: {tp}, dcp: 1, attn_stats: "{table}", attn_stats_blocks: "1-8:1"}}\n' for tp in range(993, 1025)]
+    items = [
+        f'- {{tp: {tp}, dcp: 1, attn_stats: "{table}", attn_stats_blocks: "1-{MAX_BLOCKS}:1"}}\n'
+        for tp in range(993, 1025)
+    ]
     return (head + "".join(items)).encode()
 
 
