@@ -6,6 +6,7 @@ ARCH ?= sm_100
 BUILD_FLAGS ?=
 PYTEST_FLAGS ?=
 PROVE_FLAGS ?=
+FUZZ_FLAGS ?=
 # For test-gpu: a python that has torch, and the bundle to check.
 GPU_PYTHON ?= python3
 BUNDLE ?=
@@ -18,7 +19,7 @@ INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test prove-ptx check format test-gpu stress-gpu measure clean
+.PHONY: help build plan test prove-ptx fuzz check format test-gpu stress-gpu measure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -36,6 +37,9 @@ test: $(TEST_STAMP) ## run the unit tests; no GPU needed
 
 prove-ptx: $(TEST_STAMP) ## run the PTX of every image on the CPU, against fp64; some ten minutes, see docs/ptx_machine.md
 	$(TEST_VENV)/bin/python -W ignore tests/ptx_machine/prove.py $(PROVE_FLAGS)
+
+fuzz: $(TEST_STAMP) ## read 200,000 mutated configuration files; some five minutes on two cores
+	$(TEST_VENV)/bin/python tests/fuzz/yaml_files.py $(FUZZ_FLAGS)
 
 check: $(TEST_STAMP) ## everything that CI runs: format, lint, types, tests
 	$(TEST_VENV)/bin/ruff format --check .

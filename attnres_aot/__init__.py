@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CompileError,
         ConfigError,
         DriverError,
+        MissingTorchError,
         OperandError,
         UsageError,
         VariantMissError,
@@ -46,6 +47,7 @@ _HOMES = {
     "DriverError": "errors",
     "LoadedBundle": "runtime.loaded",
     "Missed": "runtime.fallback",
+    "MissingTorchError": "errors",
     "OperandError": "errors",
     "PreparedAttnRes": "runtime.prepared",
     "PreparedPublish": "runtime.publish",
@@ -82,6 +84,7 @@ __all__ = [  # noqa: RUF022 - the version first
     "DriverError",
     "LoadedBundle",
     "Missed",
+    "MissingTorchError",
     "OperandError",
     "PreparedAttnRes",
     "PreparedPublish",
@@ -111,7 +114,18 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(f"{__name__}.{home}"), name)
+    try:
+        module = import_module(f"{__name__}.{home}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from attnres_aot.errors import MissingTorchError
+
+        raise MissingTorchError(
+            f"attnres_aot.{name} launches on torch tensors, and torch is not installed in this environment; "
+            "install it with `pip install 'attnres-aot[runtime]'`"
+        ) from error
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
 

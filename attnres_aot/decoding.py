@@ -73,7 +73,7 @@ def _misnamed(layout: _Layout, raw: dict[str, Any], where: str) -> BundleError:
     missing, unknown = sorted(set(layout.names) - raw.keys()), sorted(raw.keys() - set(layout.names))
     return BundleError(
         f"{where}: manifest fields missing: {missing or 'none'}, unknown: {unknown or 'none'}; it was edited, or "
-        "written by another version: rebuild it with 'attnres-aot build'"
+        "written by another version: build it again with `attnres-aot build --arch ARCH`"
     )
 
 

@@ -32,6 +32,7 @@ class _Command:
 
 
 _MODULES = {
+    "config": _Command(module="attnres_aot.shipped", help="Print a configuration that ships, to start your own from."),
     "doctor": _Command(
         module="attnres_aot.runtime.doctor", help="Say whether bundles can be launched here, and how to fix it if not."
     ),
@@ -48,6 +49,8 @@ _MODULES = {
 
 COMMANDS: dict[str, str] = {name: command.help for name, command in _MODULES.items()}
 """Name -> one-line help of every command here."""
+ANYWHERE = ("config",)
+"""Those that are as useful on a build machine."""
 
 
 def main(argv: list[str]) -> int:

@@ -42,6 +42,10 @@ class OperandError(AttnResError, ValueError):
     """An operand (tensor or scalar) that a launch cannot take; names the operand, what it is and what is allowed."""
 
 
+class MissingTorchError(AttnResError, ModuleNotFoundError):
+    """Something of this package that needs torch was asked for where torch is not installed."""
+
+
 class DriverError(AttnResError, RuntimeError):
     """The CUDA driver is missing, too old, or refused a call; carries the driver's own error name."""
 

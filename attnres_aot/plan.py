@@ -164,13 +164,12 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
     for consumer in dict.fromkeys(consumers(config.model)):
         if consumer.position is Position.BEFORE_MLP and not config.options.before_mlp:
             continue
-        for deployment in deployments:
-            for variant in _variants(config, consumer, deployment):
-                positions.setdefault(variant, set()).add(consumer.position)
-                users.setdefault(variant, set()).add(deployment.pair)
+        for variant, pairs in _variants(config, consumer, deployments):
+            positions.setdefault(variant, set()).add(consumer.position)
+            users.setdefault(variant, set()).update(pairs)
     everything = sorted(users, key=lambda variant: variant.sort_key)
     needed = _producers(users, config.model.hidden_size)
-    names = _select_names([*map(str, everything), *(str(each.producer) for each in needed)], selection.only)
+    names = _select_names([*map(str, everything), *(str(each.producer) for each in needed)], selection.only, arch)
     variants = tuple(
         PlannedVariant(
             variant=variant,
@@ -211,17 +210,23 @@ def _producers(users: Mapping[Variant, set[tuple[int, int]]], hidden: int) -> li
     ]
 
 
-def _variants(config: Config, consumer: Consumer, deployment: Deployment) -> Iterator[Variant]:
-    """Yields the variants of one consumer that one deployment asks for."""
+def _variants(
+    config: Config, consumer: Consumer, deployments: tuple[Deployment, ...]
+) -> Iterator[tuple[Variant, list[tuple[int, int]]]]:
+    """Yields the variants of one consumer, each with the deployments that ask for it."""
     options = config.options
-    sources = [0]
-    if options.ring and consumer.ring:
-        sources += config.mailbox.slots_for(deployment.tp)
-    stats = options.stats and deployment.uses_stats(consumer.key.nb)
-    for slots in sources:
-        for aux in (False, True) if options.aux else (False,):
+    needed: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+    for deployment in deployments:
+        sources = [0]
+        if options.ring and consumer.ring:
+            sources += config.mailbox.slots_for(deployment.tp)
+        stats = options.stats and deployment.uses_stats(consumer.key.nb)
+        for slots in sources:
             for with_stats in (False, True) if stats else (False,):
-                yield Variant(key=consumer.key, slots=slots, aux=aux, stats=with_stats)
+                needed.setdefault((slots, with_stats), []).append(deployment.pair)
+    for (slots, with_stats), pairs in needed.items():
+        for aux in (False, True) if options.aux else (False,):
+            yield Variant(key=consumer.key, slots=slots, aux=aux, stats=with_stats), pairs
 
 
 def _select_deployments(deployments: tuple[Deployment, ...], selection: Selection) -> tuple[Deployment, ...]:
@@ -247,14 +252,14 @@ def _select_deployments(deployments: tuple[Deployment, ...], selection: Selectio
     return kept
 
 
-def _select_names(names: list[str], patterns: tuple[str, ...]) -> set[str]:
+def _select_names(names: list[str], patterns: tuple[str, ...], arch: Arch) -> set[str]:
     """Returns the names that match any pattern, or all when there is none."""
     if not patterns:
         return set(names)
     matches = {pattern: _matching(pattern, names) for pattern in patterns}
     missed = [pattern for pattern, found in matches.items() if not found]
     if missed:
-        raise UsageError("\n".join(_no_match(pattern, names) for pattern in missed))
+        raise UsageError("\n".join(_no_match(pattern, names, arch) for pattern in missed))
     return set().union(*matches.values())
 
 
@@ -266,11 +271,11 @@ def _matching(pattern: str, names: list[str]) -> set[str]:
     return {name for name in names if pattern in name}
 
 
-def _no_match(pattern: str, names: list[str]) -> str:
+def _no_match(pattern: str, names: list[str], arch: Arch) -> str:
     near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
     return (
-        f"{pattern!r} matches none of the {len(names)} variants and producers selected so far; near it: "
+        f"{pattern!r:.140} matches none of the {len(names)} variants and producers selected so far; near it: "
         f"{', '.join(near)}. "
         "A pattern with *, ? or [ must match a whole name, other text may be a part of it; "
-        "`attnres-aot plan --json` lists every name"
+        f"`attnres-aot plan --arch {arch} --json`, with the same --config, lists every name"
     )

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -157,8 +158,8 @@ def _refuse_missing(bundle: Bundle, what: str, names: Iterable[str], present: li
     for name in names:
         if name not in present:
             raise UsageError(
-                f"{bundle.path} has no {what} {name!r}{did_you_mean(name, present)}; list its {len(present)} {what}s "
-                "with 'attnres-aot inspect'"
+                f"{bundle.path} has no {what} {name!r:.140}{did_you_mean(name, present)}; "
+                f"`attnres-aot inspect {shlex.quote(str(bundle.path))} --json` lists its {len(present)} {what}s"
             )
 
 

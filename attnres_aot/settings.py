@@ -89,7 +89,7 @@ class Deployment:
 
     def uses_stats(self, nb: int) -> bool:
         """Tells whether some row count takes precomputed statistics of `nb` saved blocks."""
-        return nb > 0 and self.attn_stats_blocks.get(nb) == 1 and bool(self.attn_stats.switched_on())
+        return nb > 0 and self.attn_stats_blocks.get(nb) == 1 and any(span.value == 1 for span in self.attn_stats.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

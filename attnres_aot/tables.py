@@ -26,7 +26,7 @@ _ENTRY = r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?:\s*([A-Za-z0-9_.-]+)\s*"
 _NUMBER = r"[0-9]{1,18}"
 _TUPLE = r"[0-9]{1,18}(?:\.[0-9]{1,18})+"
 _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
-_FORM = "the form is lo[-hi]:value, e.g. '1-2:96,3-8:120'"
+_EXAMPLE = "1-8:1,64:0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +93,17 @@ def parse_table(text: str) -> BatchTable:
     return table
 
 
-def scan_table(text: str) -> tuple[BatchTable, tuple[str, ...]]:
-    """Parses what can be parsed of a batch table; returns it with one problem per bad entry."""
+def scan_table(text: str, example: str = _EXAMPLE) -> tuple[BatchTable, tuple[str, ...]]:
+    """Parses what can be parsed of a batch table; returns it with one problem per bad entry.
+
+    Args:
+      text: the table.
+      example: a table that is fit for where this one stands, for the problems.
+    """
     spans: list[Span] = []
     problems: list[str] = []
     for entry in text.split(",") if text.strip() else ():
-        span = _parse_entry(entry)
+        span = _parse_entry(entry, example)
         if isinstance(span, Span):
             spans.append(span)
         else:
@@ -123,14 +128,14 @@ def format_value(value: Value) -> str:
     return ".".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _parse_entry(entry: str) -> Span | str:
+def _parse_entry(entry: str, example: str) -> Span | str:
     """Returns the span of one entry, or what is wrong with it."""
     if not entry.strip():
         return "an entry between commas is empty; remove the extra comma"
     match = re.fullmatch(_ENTRY, entry)
     value = None if match is None else _parse_value(match[3])
     if match is None or value is None:
-        return f"entry {entry.strip()!r:.80} is not understood; {_FORM}"
+        return f"entry {entry.strip()!r:.80} is not understood; the form is lo[-hi]:value, e.g. '{example}'"
     first = int(match[1])
     last = first if match[2] is None else int(match[2])
     if last < first:

@@ -101,13 +101,14 @@ def match_variants(manifest: Manifest, globs: Sequence[str]) -> list[Variant]:
       UsageError: a pattern matches none.
     """
     names = [record.name for record in manifest.variants]
+    example = f", e.g. '{names[0][:3]}*'" if names else ""
     wanted: set[str] = set()
     for glob in globs:
         found = fnmatch.filter(names, glob)
         if not found:
             raise UsageError(
                 f"--variants {glob!r} matches none of the bundle's {len(names)} variants{did_you_mean(glob, names)}; "
-                "it must match a whole name, e.g. 'nb8-delta*'; list them with 'attnres-aot inspect'"
+                f"it must match a whole name{example}; `attnres-aot inspect BUNDLE --json` lists them"
             )
         wanted.update(found)
     return [parse_variant(name) for name in names if name in wanted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnres_aot.errors import UsageError
+from attnres_aot.input_file import read_input
 from attnres_aot.manifest import to_json
 from attnres_aot.runtime.pdl import Pdl
 
 SCHEMA = 1
 """Number of the result format."""
+MAX_REPORT_BYTES = 16 << 20
+"""Largest saved result that is read."""
 WARM, COLD = "warm", "cold"
 """States of the L2."""
 
@@ -210,18 +214,39 @@ def numbers(report: Mapping[str, Any], where: str) -> dict[Key, float]:
     """
     if report.get("schema") != SCHEMA:
         raise UsageError(
-            f"{where}: result schema {report.get('schema')!r}, but this attnres-aot reads {SCHEMA}; measure again"
+            f"{where}: result schema {report.get('schema')!r:.80}, but this attnres-aot reads {SCHEMA}; measure again"
         )
     try:
         found = {
-            Key(timing["work"], timing["variant"], timing["rows"], timing["pdl"], timing["l2"]): float(timing["us"])
+            Key(timing["work"], timing["variant"], timing["rows"], timing["pdl"], timing["l2"]): _us(timing["us"])
             for timing in report.get("timings", ())
         }
         for cost in report.get("host", ()):
-            found[Key("host", cost["name"], 1, False, WARM)] = float(cost["us"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{where}: not a result of 'attnres-aot bench --save': {error!r}") from error
+            found[Key("host", cost["name"], 1, False, WARM)] = _us(cost["us"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{where}: not a result of 'attnres-aot bench --save': {error!r:.200}") from error
+    strange = [key for key in map(tuple, found) if not _is_key(key)]
+    if strange or not isinstance(report.get("soak") or {}, dict):
+        shown = strange[0] if strange else report["soak"]
+        raise UsageError(f"{where}: not a result of 'attnres-aot bench --save': found {shown!r:.200}")
     return found
+
+
+def _is_key(values: tuple[Any, ...]) -> bool:
+    """Tells whether what JSON gave has the types of a `Key`."""
+    return all(map(isinstance, values, (str, str, int, bool | str, str)))
+
+
+def _us(value: Any) -> float:
+    """Reads a time in microseconds.
+
+    Raises:
+      ValueError, TypeError, OverflowError: it is none.
+    """
+    us = float(value)
+    if not (math.isfinite(us) and (us <= 0 or 1e-9 < us < 1e12)):
+        raise ValueError(f"a time of {us} us")
+    return us
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -231,9 +256,14 @@ def read_report(path: Path) -> dict[str, Any]:
       UsageError: the file cannot be read or is not JSON.
     """
     try:
-        data = json.loads(path.read_bytes())
+        raw = read_input(path, MAX_REPORT_BYTES)
+        if len(raw) > MAX_REPORT_BYTES:
+            raise ValueError(f"larger than {MAX_REPORT_BYTES} bytes")
+        data = json.loads(raw)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: not a result of 'attnres-aot bench --save': nested too deeply") from error
     except ValueError as error:
         raise UsageError(f"{path}: not a result of 'attnres-aot bench --save': {error}") from error
     if not isinstance(data, dict):

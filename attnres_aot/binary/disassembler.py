@@ -47,7 +47,7 @@ def find_disassembler(folders: Iterable[Path] | None = None) -> Disassembler:
             return Disassembler(path=Path(found), options=options)
     raise AttnResError(
         f"no disassembler: neither {' nor '.join(_TOOLS)} is on PATH or in this environment; "
-        f"install one: pip install {PACKAGE}"
+        f"install one: `pip install {PACKAGE}`"
     )
 
 
@@ -65,12 +65,12 @@ def disassemble(cubin: bytes, tool: Disassembler) -> str:
                 [tool.path, *tool.options, file], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise AttnResError(f"{tool.path}: {error}; install another: pip install {PACKAGE}") from error
+            raise AttnResError(f"{tool.path}: {error}; install another: `pip install {PACKAGE}`") from error
     if result.returncode:
         reason = result.stderr.replace(str(file), file.name).strip()
         raise AttnResError(
             f"{tool.path}: exit status {result.returncode}: {reason:.1000}; it may be older than the image's arch: "
-            f"pip install --upgrade {PACKAGE}"
+            f"`pip install --upgrade {PACKAGE}`"
         )
     return result.stdout
 

@@ -67,11 +67,14 @@ def preview(request: BuildRequest, facts: BuildFacts) -> Preview:
     Raises:
       BundleError: the build would be refused.
     """
-    check_replaceable(request.path)
-    inventory = take_stock(request.path)
-    _refuse_to_lose_variants(request, inventory)
-    decided = steps(wanted_images(request.plan, facts), inventory, facts, force=request.force)
-    return Preview(steps=decided, unchanged=_is_unchanged(request, facts, inventory, decided))
+    try:
+        check_replaceable(request.path)
+        inventory = take_stock(request.path)
+        _refuse_to_lose_variants(request, inventory)
+        decided = steps(wanted_images(request.plan, facts), inventory, facts, force=request.force)
+        return Preview(steps=decided, unchanged=_is_unchanged(request, facts, inventory, decided))
+    except OSError as error:
+        raise _impossible(request, error) from error
 
 
 def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> BuildReport:
@@ -92,8 +95,13 @@ def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> Build
                 return _unchanged_report(request, seen.steps, start)
         return _build_alone(request, facts, progress, start)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise BundleError(f"cannot build {str(request.path)!r}: {where}{error.strerror or error}") from error
+        raise _impossible(request, error) from error
+
+
+def _impossible(request: BuildRequest, error: OSError) -> BundleError:
+    """Returns the error for a system that refuses what building needs."""
+    where = f"{error.filename}: " if error.filename and str(error.filename) != str(request.path) else ""
+    return BundleError(f"cannot build {str(request.path)!r}: {where}{error.strerror or error}")
 
 
 def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, start: float) -> BuildReport:
@@ -105,6 +113,8 @@ def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, s
             return _unchanged_report(request, seen.steps, start)
         run = _Run(request, seen.steps, progress)
         try:
+            missing = sum(step.image is None for step in seen.steps)
+            progress.begin(request.plan.bundle_name, missing, len(seen.steps) - missing)
             run.prove_reused()
             run.compile_missing(facts, scratch)
         finally:
@@ -139,13 +149,13 @@ class _Run:
                 try:
                     self._accept(step.wanted.name, step.image)
                 except CompileError as error:
-                    self.failed(JobFailure(name=step.wanted.name, reason=str(error)))
+                    self.failures.append(JobFailure(name=step.wanted.name, reason=str(error)))
+                    self.progress.refused(self.failures[-1])
 
     def compile_missing(self, facts: BuildFacts, scratch: Path) -> None:
         """Compiles and proves the other images."""
         request = self.request
         jobs = [_job(step.wanted) for step in self.steps if step.image is None]
-        self.progress.begin(request.plan.bundle_name, len(jobs), len(self.steps) - len(jobs))
         if not jobs or not self._may_go_on():
             return
         pool = Pool(facts.compiler, request.plan.arch, scratch, request.pool, self, keep_going=request.keep_going)
@@ -239,7 +249,8 @@ def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> Non
     producers -= {str(item.producer) for item in request.plan.producers}
     tables = {(table.tp, table.dcp) for table in manifest.tables} - {item.pair for item in request.plan.deployments}
     if variants or producers or tables:
-        lost = [f"{len(variants)} variants"] * bool(variants) + [f"{len(producers)} producers"] * bool(producers)
+        counted = ((variants, "variant"), (producers, "producer"))
+        lost = [f"{len(names)} {noun}{'s' * (len(names) != 1)}" for names, noun in counted if names]
         lost += [f"(tp, dcp) {pair}" for pair in sorted(tables)]
         raise BundleError(
             f"this part of the plan would replace {str(request.path)!r} and lose {', '.join(lost)} that it holds; "

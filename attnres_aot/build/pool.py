@@ -250,7 +250,7 @@ class Pool:
                 lines = "".join(f"\n    | {line}" for line in output.splitlines())
                 raise CompileError(
                     f"cannot start a compiler process for {self._arch}: {what} before it was ready; check that "
-                    f"'python -c \"import cutlass\"' works in this environment{lines}"
+                    f"`python -c 'import cutlass'` works in this environment{lines}"
                 )
 
     def _expire(self, seat: _Seat) -> None:

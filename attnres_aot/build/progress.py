@@ -5,6 +5,7 @@ Everything goes to standard error, so that standard output stays free for JSON.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
+
+
+_CANNOT_DRAW = ("", "dumb", "unknown")
+"""Values of TERM (unset is the first) of terminals that cannot move the cursor; a bar would show nothing there."""
 
 
 class Progress(Protocol):
@@ -30,6 +35,9 @@ class Progress(Protocol):
 
     def failed(self, failure: JobFailure) -> None:
         """An image has failed for good."""
+
+    def refused(self, failure: JobFailure) -> None:
+        """An image that was to be reused is not what it should be."""
 
     def end(self) -> None:
         """The build is over, well or not; nothing moves any more."""
@@ -59,6 +67,10 @@ class PlainProgress:
     def failed(self, failure: JobFailure) -> None:
         """Says which image has failed and why."""
         self._line(f"{self._count()} FAILED {failure.name}: {failure.reason}")
+
+    def refused(self, failure: JobFailure) -> None:
+        """Says which image cannot be reused; it is none of those that are counted."""
+        self._line(f"FAILED {failure.name}: {failure.reason}")
 
     def end(self) -> None:
         """Says nothing."""
@@ -105,9 +117,13 @@ class BarProgress:
         self._remove(image)
 
     def failed(self, failure: JobFailure) -> None:
+        """Prints the failure above the bar, and moves it on."""
+        self.refused(failure)
+        self._remove(failure.name)
+
+    def refused(self, failure: JobFailure) -> None:
         """Prints the failure above the bar."""
         self._console.print(f"FAILED {failure.name}: {failure.reason}", markup=False, style="red")
-        self._remove(failure.name)
 
     def end(self) -> None:
         """Takes the bar away."""
@@ -150,6 +166,11 @@ def opening(bundle: str, to_compile: int, reused: int) -> str:
 
 
 def choose_progress(stream: TextIO | None = None) -> Progress:
-    """Returns the bar for a terminal, plain lines for anything else; standard error when no stream is given."""
+    """Returns the bar for a terminal that can draw one, plain lines for anything else.
+
+    Args:
+      stream: where to show it; None is standard error.
+    """
     stream = stream or sys.stderr
-    return BarProgress(stream) if stream.isatty() else PlainProgress(stream)
+    draws = os.environ.get("TERM", "").lower() not in _CANNOT_DRAW
+    return BarProgress(stream) if draws and stream.isatty() else PlainProgress(stream)

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.build.image import FinishedImage, decode_image, encode_image
+from attnres_aot.input_file import read_input
+
+MAX_BYTES = 64 << 20
+"""Largest file that is looked at; images have some ten thousand bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,7 @@ class ImageStore:
     def get(self, key: str) -> FinishedImage | None:
         """Returns the image with build key `key`; None when there is none, or its file is damaged."""
         try:
-            image = decode_image(self._path(key).read_bytes())
+            image = decode_image(read_input(self._path(key), MAX_BYTES))
         except OSError:
             return None
         return image if image is not None and image.key == key else None

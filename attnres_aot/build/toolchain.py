@@ -26,6 +26,6 @@ def toolchain_versions() -> dict[str, str]:
             found.setdefault(name, distribution.version)
     if COMPILER not in found:
         raise CompileError(
-            f"the compiler {COMPILER} is not installed here; install the builder with: pip install 'attnres-aot[build]'"
+            f"the compiler {COMPILER} is not installed here; install the builder: `pip install 'attnres-aot[build]'`"
         )
     return dict(sorted(found.items()))

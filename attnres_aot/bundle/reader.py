@@ -60,14 +60,15 @@ def read_manifest_bytes(folder: Path) -> bytes:
     Raises:
       BundleError: no such folder, not a folder, no manifest in it, or not a plain readable file.
     """
-    if not folder.is_dir():
-        found = "it is not a folder" if folder.exists() else "there is no such folder"
+    if not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
+        found = "it is not a folder" if os.path.lexists(folder) else "there is no such folder"
         raise BundleError(
-            f"no bundle at {str(folder)!r}: {found}; build one with 'attnres-aot build --arch ARCH --out DIR'"
+            f"no bundle at {str(folder)!r}: {found}; build one with `attnres-aot build --arch ARCH --out DIR`"
         )
     if not os.path.lexists(folder / MANIFEST_NAME):
         raise BundleError(
-            f"no bundle at {str(folder)!r}: it holds no {MANIFEST_NAME}; give a folder that 'attnres-aot build' wrote"
+            f"no bundle at {str(folder)!r}: it holds no {MANIFEST_NAME}; give a folder that was written by "
+            "'attnres-aot build'"
         )
     return read_plain_file(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES)
 

@@ -157,5 +157,5 @@ class Rank:
         near = reference.ulp_distance(out, wanted.out) <= ulp_limit(self.variant)
         near |= (out >= wanted.low) & (out <= wanted.high)
         if not (same.all() and (near | ~self.material.typical[content, :rows, None]).all()):
-            raise CompileError(f"{self.variant} is wrong by itself, for {rows} rows; see attnres-aot selftest")
+            raise CompileError(f"{self.variant} is wrong by itself, for {rows} rows; see `attnres-aot selftest BUNDLE`")
         self._expected[content, rows] = self.work[:, :rows].view(torch.int32).clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: Arguments without the program's name; None for the process's own.
     """
+    _escape_what_streams_cannot_hold()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in device_cli.COMMANDS:
         return device_cli.main(arguments)
@@ -40,6 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _without_build_tools(arguments)
     status: int = builder.run(arguments)
     return status
+
+
+def _escape_what_streams_cannot_hold() -> None:
+    """Lets names of files that the terminal's encoding lacks be printed as escapes, where Python would raise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def is_build_module(error: ModuleNotFoundError) -> bool:

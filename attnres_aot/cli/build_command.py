@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from attnres_aot.build.inventory import Source
 from attnres_aot.build.keys import BuildFacts, gather_facts
 from attnres_aot.build.pool import PoolSettings
 from attnres_aot.build.progress import choose_progress
+from attnres_aot.build.quotas import usable_cores, usable_memory
 from attnres_aot.build.report import BuildReport
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
 from attnres_aot.cli.wording import count, megabytes
@@ -26,12 +26,9 @@ from attnres_aot.manifest import to_json
 from attnres_aot.plan import EVERYTHING, Selection, plan
 
 MOST_JOBS = 16
-"""Compiler processes that are started unless more are asked for; each takes about 300 MB."""
-
-
-def usable_cores() -> int:
-    """Returns the number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Compiler processes that are started unless more are asked for."""
+JOB_BYTES = 400_000_000
+"""Memory that a compiler process is counted with; they take about 300 MB."""
 
 
 @click.command("build")
@@ -48,7 +45,8 @@ def usable_cores() -> int:
     "--jobs",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Compiler processes at a time; as many as there are cores, at most {MOST_JOBS}, when left out.",
+    help="Compiler processes at a time; when left out, as many as the cores and the memory that may be used are enough "
+    f"for, at most {MOST_JOBS}. A container's limits count.",
 )
 @click.option("--force", is_flag=True, help="Compile everything again, and replace a bundle that holds more variants.")
 @click.option("--keep-going", is_flag=True, help="After a failure go on, and list all failures at the end.")
@@ -103,7 +101,7 @@ def _requests(
     time_limit: float,
 ) -> list[BuildRequest]:
     config = load_config(config_path)
-    workers = jobs or min(usable_cores(), MOST_JOBS)
+    workers = jobs or default_jobs()
     return [
         BuildRequest(
             plan=plan(config, arch, selection=selection),
@@ -115,6 +113,11 @@ def _requests(
         )
         for arch in archs
     ]
+
+
+def default_jobs() -> int:
+    """Returns how many compiler processes this machine, or its container, has cores and memory for; at least 1."""
+    return max(1, min(usable_cores(), usable_memory() // JOB_BYTES, MOST_JOBS))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -13,7 +13,7 @@ def bundles_at(path: Path) -> tuple[Path, ...]:
 
     A path that is neither is returned as it is, so that opening it says what is wrong.
     """
-    if os.path.lexists(path / MANIFEST_NAME) or not path.is_dir():
+    if os.path.lexists(path / MANIFEST_NAME) or not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir may raise
         return (path,)
     try:
         found = sorted(entry for entry in path.iterdir() if is_bundle(entry))

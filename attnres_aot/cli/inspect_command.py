@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,7 +18,7 @@ from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_producer, show_variant
 from attnres_aot.cli.options import json_option
-from attnres_aot.errors import UsageError, VariantMissError
+from attnres_aot.errors import BundleError, UsageError, VariantMissError
 from attnres_aot.manifest import ImageRecord, ProducerRecord, VariantRecord, to_json
 
 
@@ -29,10 +30,10 @@ from attnres_aot.manifest import ImageRecord, ProducerRecord, VariantRecord, to_
 @click.option("--image", "image_name", metavar="NAME", help="Show one image in full, with what its binary says.")
 @click.option("--sass", is_flag=True, help="Add the disassembled code; with --variant or --image.")
 @json_option
-def command(path: Path, *, variant_name: str | None, image_name: str | None, sass: bool, as_json: bool) -> None:
+def command(path: Path, *, variant_name: str | None, image_name: str | None, sass: bool, as_json: bool) -> int:
     """Show what a bundle holds and for which GPUs it is.
 
-    BUNDLE is a bundle folder, or a folder of bundles, which are then listed.
+    BUNDLE is a bundle folder, or a folder of bundles, which are then listed. Exits with 1 when one cannot be read.
     """
     if variant_name is not None and image_name is not None:
         raise UsageError("--variant and --image exclude each other; choose one")
@@ -40,8 +41,10 @@ def command(path: Path, *, variant_name: str | None, image_name: str | None, sas
         raise UsageError("--sass shows the code of one image: add --image NAME or --variant NAME")
     found = bundles_at(path)
     if variant_name is None and image_name is None:
-        _whole([read_bundle(each) for each in found], as_json=as_json, listed=found != (path,))
-        return
+        if found == (path,):
+            _whole(read_bundle(path), as_json=as_json)
+            return 0
+        return _all(found, as_json=as_json)
     if len(found) > 1:
         raise UsageError(f"{str(path)!r} holds several bundles; choose one of {', '.join(each.name for each in found)}")
     bundle = read_bundle(found[0])
@@ -50,23 +53,41 @@ def command(path: Path, *, variant_name: str | None, image_name: str | None, sas
     views = [_view(bundle, _image(bundle, name), sass=sass) for name in names]
     if as_json:
         click.echo(json.dumps(_part_as_json(bundle, record, views), indent=1))
-        return
+        return 0
     if isinstance(record, VariantRecord):
         show_variant(bundle, record)
     elif record is not None:
         show_producer(bundle, record)
     for view in views:
         show_image(view)
+    return 0
 
 
-def _whole(bundles: list[Bundle], *, as_json: bool, listed: bool) -> None:
+def _whole(bundle: Bundle, *, as_json: bool) -> None:
     if as_json:
-        data = [_as_json(bundle) for bundle in bundles]
-        click.echo(json.dumps({"bundles": data} if listed else data[0], indent=1))
-    elif listed:
-        show_bundles(bundles)
+        click.echo(json.dumps(_as_json(bundle), indent=1))
     else:
-        show_bundle(bundles[0])
+        show_bundle(bundle)
+
+
+def _all(paths: Iterable[Path], *, as_json: bool) -> int:
+    """Shows the bundles of a folder, and which of them cannot be read; returns the exit status."""
+    bundles: list[Bundle] = []
+    unreadable: list[tuple[Path, str]] = []
+    for path in paths:
+        try:
+            bundles.append(read_bundle(path))
+        except BundleError as error:
+            unreadable.append((path, str(error)))
+    if as_json:
+        bad = [{"path": str(path), "problem": problem} for path, problem in unreadable]
+        click.echo(json.dumps({"bundles": [_as_json(bundle) for bundle in bundles], "unreadable": bad}, indent=1))
+    elif bundles:
+        show_bundles(bundles)
+    if not as_json:
+        for path, problem in unreadable:
+            click.echo(f"{path.name}: cannot be read: {problem}", err=True)
+    return 1 if unreadable else 0
 
 
 def _record(bundle: Bundle, name: str) -> VariantRecord | ProducerRecord:
@@ -91,7 +112,7 @@ def _miss(bundle: Bundle, what: str, name: str, names: Iterable[str]) -> str:
     near = get_close_matches(name, known, n=5, cutoff=0.3) or known[:5]
     return (
         f"no {what} {name!r:.140} among the {len(known)} of {bundle.path}; nearest: {', '.join(near) or 'none'}. "
-        f"'attnres-aot inspect {bundle.path} --json' lists every name"
+        f"`attnres-aot inspect {shlex.quote(str(bundle.path))} --json` lists every name"
     )
 
 

@@ -52,9 +52,12 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands by where they run, without importing them."""
+        anywhere = {name: text for name, text in device_cli.COMMANDS.items() if name in device_cli.ANYWHERE}
+        deployed = {name: text for name, text in device_cli.COMMANDS.items() if name not in device_cli.ANYWHERE}
         for title, commands in (
             ("On a build machine", BUILDER_COMMANDS),
-            ("In a deployment image", device_cli.COMMANDS),
+            ("In a deployment image", deployed),
+            ("Anywhere", anywhere),
         ):
             with formatter.section(title):
                 formatter.write_dl(list(commands.items()))
@@ -79,7 +82,7 @@ def run(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return MISUSED
     except click.UsageError as error:
-        hint = f"; see: {error.ctx.command_path} --help" if error.ctx else ""
+        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
         return _fail(error.format_message().removesuffix(".") + hint, MISUSED)
     except click.ClickException as error:
         return _fail(error.format_message(), FAILED)

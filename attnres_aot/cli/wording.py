@@ -11,7 +11,9 @@ def count(number: int, noun: str) -> str:
 
 
 def megabytes(number: int) -> str:
-    """Writes a number of bytes in MB or GB."""
+    """Writes a number of bytes in kB, MB or GB."""
+    if number < 1e6:
+        return f"{number / 1e3:.1f} kB"
     return f"{number / 1e6:.1f} MB" if number < 1e9 else f"{number / 1e9:.2f} GB"
 
 

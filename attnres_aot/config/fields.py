@@ -8,7 +8,7 @@ from collections.abc import Sequence as Names
 from attnres_aot.config.problems import Problems
 from attnres_aot.config.yaml_tree import Mapping, Node, Scalar, Sequence
 from attnres_aot.errors import did_you_mean
-from attnres_aot.tables import EMPTY, BatchTable, overlaps, scan_table
+from attnres_aot.tables import EMPTY, BatchTable, Span, overlaps, scan_table
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -61,6 +61,23 @@ class Fields:
         node = self._required(name, f"an integer, {low}..{high}{why}")
         return None if node is None else read_integer(node, self.at(name), low, high, self._problems, why)
 
+    def multiple(self, name: str, step: int, high: int) -> int | None:
+        """Reads a required multiple of `step`, from `step` to `high`, which is one itself."""
+        allowed = f"a multiple of {step}, {step}..{high}"
+        node = self._required(name, allowed)
+        if node is None:
+            return None
+        if not (isinstance(node, Scalar) and node.plain and _INTEGER.fullmatch(node.text)):
+            self._wrong(name, node, f"{allowed}, in plain digits")
+            return None
+        value = int(node.text)
+        below, above = value // step * step, -(-value // step) * step
+        near = sorted({min(max(each, step), high) for each in (below, above)})
+        if near == [value]:
+            return value
+        self.report(name, f"found {value}; allowed: {allowed}; nearest: {' or '.join(map(str, near))}")
+        return None
+
     def switch(self, name: str, *, default: bool) -> bool:
         """Reads an optional `true` or `false`."""
         node = self._values.get(name)
@@ -111,10 +128,11 @@ class Fields:
         node = self._values.get(name)
         if node is None:
             return EMPTY
+        example = str(Span(first=1, last=high, value=1))
         if not isinstance(node, Scalar) or node.refused or (node.plain and node.text in _NULLS):
-            self._wrong(name, node, "a quoted batch table such as '1-8:1', or '' for none")
+            self._wrong(name, node, f"a quoted batch table such as '{example}', or '' for none")
             return EMPTY
-        table, mistakes = scan_table(node.text)
+        table, mistakes = scan_table(node.text, example)
         texts = list(mistakes)
         for span in table.spans:
             if span.first < 1 or span.last > high:

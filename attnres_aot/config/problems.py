@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 MOST_REPORTED = 50
 """Mistakes listed in full; a file with more gets a count of the rest."""
+MOST_CHARACTERS = 32_000
+"""Characters in which mistakes are listed; whatever the file and its path, a message stays readable."""
+LONGEST_TEXT = 600
+"""Characters of one mistake; a longer text is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -34,6 +39,9 @@ class Problems:
 
     def add(self, line: int, path: str, text: str) -> None:
         """Adds one mistake of the field `path` on `line`."""
+        if len(text) > LONGEST_TEXT:
+            half = LONGEST_TEXT // 2
+            text = f"{text[:half]} ... {text[-half:]}"
         self._found.append(Problem(line=line, order=len(self._found), path=path, text=text))
 
     def lines(self) -> list[str]:
@@ -42,7 +50,8 @@ class Problems:
             f"{self.where}:{problem.line}: " + (f"{problem.path}: " if problem.path else "") + problem.text
             for problem in sorted(self._found)
         ]
-        rest = len(texts) - MOST_REPORTED
-        if rest > 0:
-            texts[MOST_REPORTED:] = [f"{self.where}: {rest} more mistakes; mend these first"]
+        lengths = itertools.accumulate(map(len, texts))
+        shown = max(1, min(MOST_REPORTED, sum(length <= MOST_CHARACTERS for length in lengths)))
+        if len(texts) > shown:
+            texts[shown:] = [f"{self.where}: {len(texts) - shown} more mistakes; mend these first"]
         return texts

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from attnres_aot.config.fields import Fields, describe, read_integer, wrong
 from attnres_aot.config.problems import Problems
-from attnres_aot.config.yaml_tree import MAX_BYTES, Mapping, Node, Scalar, read_tree
+from attnres_aot.config.yaml_tree import Mapping, Node, Scalar, read_tree
+from attnres_aot.config_source import START_FROM, read_source
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
+from attnres_aot.shipped import DEFAULT_NAME, path_of
 from attnres_aot.variants import ELEMS_PER_CTA, MAX_BLOCKS, MAX_CLUSTER, MAX_SLOTS
 
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "kimi_k3.yaml"
+DEFAULT_CONFIG = path_of(DEFAULT_NAME)
 """The configuration that ships with the package."""
 MAX_LAYERS = 1024
 """Most layers of a model."""
@@ -20,6 +22,9 @@ MAX_CAPACITY = 65536
 """Most rows of a mailbox slot: slots stay within reach of the kernels' 32-bit strides."""
 MAX_RANKS = 1024
 """Largest tensor-parallel size without one mailbox slot per rank."""
+
+MAX_DEPLOYMENTS = 32
+"""Most deployments: planning time and the size of a manifest grow with their number."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TOP = ("name", "model", "mailbox", "variants", "deployments")
@@ -35,14 +40,7 @@ def load_config(path: Path) -> Config:
     Raises:
       ConfigError: the file cannot be read, or has mistakes; lists all of them.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(
-            [f"{path}: cannot be read: {error.strerror}; pass --config the path of a configuration file"]
-        ) from error
-    return parse_config(data, str(path))
+    return parse_config(read_source(path), str(path))
 
 
 def parse_config(data: bytes, where: str) -> Config:
@@ -58,7 +56,7 @@ def parse_config(data: bytes, where: str) -> Config:
         config = _read_config(Fields(root, "", _TOP, problems), problems)
     elif root is not None:
         if isinstance(root, Scalar) and describe(root) == "nothing":
-            problems.add(root.line, "", "the file is empty; start from the shipped configs/kimi_k3.yaml")
+            problems.add(root.line, "", f"the file is empty; {START_FROM}")
         else:
             wrong(root, "", f"a mapping with {', '.join(_TOP)}", problems)
     if problems or config is None:
@@ -87,10 +85,7 @@ def _read_model(top: Fields) -> Model | None:
     fields = top.mapping("model", _MODEL)
     if fields is None:
         return None
-    widest = MAX_CLUSTER * ELEMS_PER_CTA
-    hidden = fields.integer("hidden_size", ELEMS_PER_CTA, widest)
-    if hidden is not None and hidden % ELEMS_PER_CTA:
-        fields.report("hidden_size", f"found {hidden}; allowed: a multiple of {ELEMS_PER_CTA} up to {widest}")
+    hidden = fields.multiple("hidden_size", ELEMS_PER_CTA, MAX_CLUSTER * ELEMS_PER_CTA)
     layers = fields.integer("layers", 1, MAX_LAYERS)
     block_size = fields.integer("block_size", 1, MAX_LAYERS)
     dense = fields.integer("leading_dense_layers", 0, layers or MAX_LAYERS, ", at most model.layers")
@@ -145,6 +140,9 @@ def _read_deployments(
     top: Fields, model: Model | None, mailbox: Mailbox | None, problems: Problems
 ) -> tuple[Deployment, ...]:
     items = top.items("deployments", f"a list of at least one mapping with {', '.join(_DEPLOYMENT)}") or ()
+    if len(items) > MAX_DEPLOYMENTS:
+        top.report("deployments", f"found {len(items)}; allowed: 1..{MAX_DEPLOYMENTS}; spread them over several files")
+        return ()
     lines: dict[tuple[int, int], int] = {}
     deployments = []
     for index, item in enumerate(items):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnres_aot.advice import build_command
 from attnres_aot.arch import Arch, parse_arch
 from attnres_aot.bundle import Bundle, read_bundle
 from attnres_aot.errors import BundleError, UsageError
@@ -196,7 +197,7 @@ def _check_arch(arch: Arch | str | None, loaded: LoadedBundle) -> None:
         raise UsageError(
             f"asked for {str(arch)!r}, but the bundle at {loaded.bundle.path} is for {have.requested!r}, and "
             f"{device.device} is of compute capability {capability[0]}.{capability[1]}; load the bundle for that arch "
-            f"on such a device, or build it: attnres-aot build --arch {arch}"
+            f"on such a device, or build it with {build_command(str(asked), loaded.bundle.manifest.name)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What can be built for a device: the archs whose code runs there, and the command that builds it."""
+"""What can be built for a device: the archs whose code runs there, and the one to build for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def fitting_archs(capability: tuple[int, int]) -> tuple[Arch, ...]:
     return tuple(sorted(fitting, key=lambda arch: arch.distance(capability)))
 
 
-def build_command(capability: tuple[int, int]) -> str | None:
-    """Returns the command that builds a bundle for `capability`, or None if no buildable arch runs there.
+def arch_to_build(capability: tuple[int, int]) -> Arch | None:
+    """Returns the arch to build a bundle for `capability` for, or None if no buildable arch runs there.
 
     Plain archs are suggested: their bundles also serve later devices of the same major capability.
     """
     plain = [arch for arch in fitting_archs(capability) if not arch.suffix]
-    return f"attnres-aot build --arch {plain[0]}" if plain else None
+    return plain[0] if plain else None
 
 
 def dotted(capability: tuple[int, int]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from attnres_aot.advice import build_command
 from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.manifest import to_json
 from attnres_aot.runtime.device_archs import dotted, fitting_archs
@@ -122,7 +123,7 @@ def _no_gpu(visible: str | None) -> Finding:
 def _judge_torch(torch: Torch | None, driver_cuda: tuple[int, int] | None) -> Iterator[Finding]:
     if torch is None:
         yield _problem(
-            "torch is not installed; the loader launches on torch tensors", "pip install 'attnres-aot[runtime]'"
+            "torch is not installed; the loader launches on torch tensors", "`pip install 'attnres-aot[runtime]'`"
         )
     elif torch.cuda is None:
         yield _problem(f"torch {torch.version} is built without CUDA", "install a CUDA build of torch")
@@ -140,7 +141,7 @@ def _judge_bundles(resolutions: tuple[Resolution, ...]) -> Iterator[Finding]:
         elif parse_arch(chosen.arch).capability != capability:
             what = f"{chosen.path} for {chosen.arch} serves compute capability {dotted(capability)} by CUDA's rule"
             exact = next((arch for arch in BUILDABLE if arch.capability == capability), None)
-            better = f"; an exact bundle would be preferred: `attnres-aot build --arch {exact}`" if exact else ""
+            better = f"; an exact bundle would be preferred: {build_command(str(exact), chosen.name)}" if exact else ""
             yield Finding(severity="note", what=what, fix=f"nothing needed{better}")
 
 
@@ -148,7 +149,7 @@ def _judge_build_packages(packages: dict[str, str | None]) -> Iterator[Finding]:
     missing = [name for name, version in packages.items() if version is None]
     if missing:
         what = f"bundles cannot be built here ({', '.join(missing)} not installed); running does not need it"
-        yield Finding(severity="note", what=what, fix="to build, pip install 'attnres-aot[build]'")
+        yield Finding(severity="note", what=what, fix="to build, `pip install 'attnres-aot[build]'`")
 
 
 def _problem(what: str, fix: str) -> Finding:

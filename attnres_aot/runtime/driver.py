@@ -66,11 +66,11 @@ _CAPTURE_ADVICE = (
 _ADVICE = {
     2: "free device memory, or load the bundle before the engine takes all of it",
     100: "no GPU is visible: check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus option",
-    200: "the image is damaged or of another toolkit generation: run 'attnres-aot verify' on the bundle",
+    200: "the image is damaged or of another toolkit generation: run `attnres-aot verify BUNDLE`",
     201: "make the device current on this thread first, e.g. with torch.cuda.set_device",
     400: "the stream belongs to another device or context, or is gone: launch on a stream of the bundle's device",
-    209: "the bundle's code does not run on this GPU: build one for its arch (attnres-aot doctor names it)",
-    300: "the bundle's file was not accepted: run 'attnres-aot verify' on the bundle",
+    209: "the bundle's code does not run on this GPU: build one for its arch (`attnres-aot doctor` names it)",
+    300: "the bundle's file was not accepted: run `attnres-aot verify BUNDLE`",
     700: "an earlier kernel on this device accessed invalid memory and the process cannot go on: find it with "
     "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer",
     701: "too many resources for this GPU: the bundle was built for another one",
@@ -120,7 +120,7 @@ class Driver:
         self.lib.cuGetErrorString(status, ctypes.byref(text))
         word = (name.value or b"CUresult %d" % status).decode("ascii", "replace")
         explained = f" ({text.value.decode('ascii', 'replace')})" if text.value else ""
-        advice = _ADVICE.get(status, "run 'attnres-aot doctor' for the state of this machine")
+        advice = _ADVICE.get(status, "run `attnres-aot doctor` for the state of this machine")
         return DriverError(f"the CUDA driver refused to {what}: {word}{explained}; {advice}")
 
     def device_count(self) -> int:

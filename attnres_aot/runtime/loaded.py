@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from attnres_aot.abi import KERNEL_PARAMS
+from attnres_aot.advice import build_changed
 from attnres_aot.bundle import Bundle
 from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.errors import BundleError, DriverError, UsageError
@@ -243,9 +244,13 @@ class LoadedBundle:
         have = ", ".join(f"(tp {table.tp}, dcp {table.dcp})" for table in manifest.tables) or "none"
         asked = ", ".join(f"{name} {value}" for name, value in (("tp", tp), ("dcp", dcp)) if value is not None)
         return UsageError(
-            f"the bundle at {self.bundle.path} serves no deployment with {asked}; it serves {have}. Add it under "
-            f"'deployments' and build again: attnres-aot build --arch {manifest.arch.requested} "
-            f"--config {manifest.name}.yaml"
+            f"the bundle at {self.bundle.path} serves no deployment with {asked}; it serves {have}\n"
+            + "\n".join(
+                [
+                    "Next step: add it to the list 'deployments' of the configuration, and build again:",
+                    *build_changed(manifest.arch.requested, manifest.name),
+                ]
+            )
         )
 
 

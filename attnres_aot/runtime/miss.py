@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from attnres_aot.advice import build_changed
 from attnres_aot.bundle import Bundle
 from attnres_aot.bundle.manifest_check import variant_of
 from attnres_aot.errors import VariantMissError
-from attnres_aot.variants import STATISTICS, Producer, Variant
+from attnres_aot.manifest import Manifest
+from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, Producer, Variant
 
 _SHOWN = 5
 
@@ -23,27 +25,20 @@ def variant_miss(bundle: Bundle, asked: Variant) -> VariantMissError:
         f"attn_stats_blocks {table.attn_stats_blocks!r}"
         for table in manifest.tables
     ] or ["  (tp, dcp) tables: none"]
-    lines.append(f"Next step: {_remedy(asked)}")
-    lines.append(f"  attnres-aot build --arch {manifest.arch.requested} --config {manifest.name}.yaml")
-    return VariantMissError("\n".join(lines))
+    return VariantMissError("\n".join([*lines, *_next_step(_remedy(asked), manifest)]))
 
 
 def producer_miss(bundle: Bundle, asked: Producer) -> VariantMissError:
     """Returns the error for a producer that `bundle` lacks."""
     manifest = bundle.manifest
     have = ", ".join(record.name for record in manifest.producers) or "none"
-    needs = (
-        f"'variants: stats: true' and {asked.nb}:1 in a deployment's 'attn_stats_blocks'"
-        if asked.kernel == STATISTICS
-        else "'variants: ring: true'"
-    )
-    return VariantMissError(
-        f"the bundle holds no producer {str(asked)!r}\n"
-        f"  present: {have}\n"
-        f"  bundle: {bundle.path} ({manifest.name} for {manifest.arch.requested})\n"
-        f"Next step: with {needs} in the configuration file, build it\n"
-        f"  attnres-aot build --arch {manifest.arch.requested} --config {manifest.name}.yaml"
-    )
+    remedy = _beyond(asked.nb or 0, 0) or ", ".join(_statistics(asked.nb) if asked.nb else ["variants.ring is true"])
+    lines = [
+        f"the bundle holds no producer {str(asked)!r}",
+        f"  present: {have}",
+        f"  bundle: {bundle.path} ({manifest.name} for {manifest.arch.requested})",
+    ]
+    return VariantMissError("\n".join([*lines, *_next_step(remedy, manifest)]))
 
 
 def nearest(asked: Variant, present: list[Variant]) -> list[Variant]:
@@ -66,16 +61,43 @@ def _distance(one: Variant, other: Variant) -> int:
     )
 
 
+def _next_step(remedy: str, manifest: Manifest) -> list[str]:
+    """Returns the lines that end a message: what the configuration must hold, and how to build it again."""
+    if remedy.startswith("No "):
+        return [remedy]
+    return [
+        f"Next step: change the configuration so that {remedy}, and build again:",
+        *build_changed(manifest.arch.requested, manifest.name),
+    ]
+
+
 def _remedy(asked: Variant) -> str:
-    """Says what the configuration must hold for a build to include `asked`."""
+    """Says what the configuration must hold for a build to include `asked`, or from "No " on that none can."""
+    beyond = _beyond(asked.key.nb, asked.slots)
+    if beyond:
+        return beyond
     if asked.stats and asked.key.nb == 0:
-        return "a consumer of no saved blocks has no statistics: do not bind any to it; other variants come with"
-    needs = []
+        return "No bundle can hold it: a consumer of no saved blocks has no statistics; bind none to it"
+    needs = ["model (layers, block_size, leading_dense_layers) has this consumer"]
     if asked.slots:
-        needs.append(f"'variants: ring: true' and {asked.slots} among 'mailbox: slots'")
+        needs += ["variants.ring is true", f"mailbox.slots has {asked.slots}"]
     if asked.aux:
-        needs.append("'variants: aux: true'")
+        needs.append("variants.aux is true")
     if asked.stats:
-        needs.append(f"'variants: stats: true' and {asked.key.nb}:1 in a deployment's 'attn_stats_blocks'")
-    which = f"{', '.join(needs)}, and a model with this consumer" if needs else "a model with this consumer"
-    return f"with {which} in the configuration file, build it"
+        needs += _statistics(asked.key.nb)
+    return ", ".join(needs)
+
+
+def _statistics(nb: int) -> list[str]:
+    """Returns what a configuration with statistics of `nb` saved blocks holds."""
+    return [
+        "variants.stats is true",
+        f'in a deployment attn_stats_blocks has "{nb}:1" and attn_stats has the row counts, such as "1:1"',
+    ]
+
+
+def _beyond(nb: int, slots: int) -> str:
+    """Says that the kernels cannot do what is asked; empty if they can."""
+    if nb > MAX_BLOCKS:
+        return f"No bundle can hold it: there are at most {MAX_BLOCKS} saved blocks"
+    return f"No bundle can hold it: a mailbox has at most {MAX_SLOTS} slots" if slots > MAX_SLOTS else ""

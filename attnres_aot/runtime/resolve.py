@@ -17,11 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from attnres_aot.advice import build_command
 from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.bundle import Bundle, read_bundle, read_image
 from attnres_aot.errors import BundleError, UsageError, did_you_mean
 from attnres_aot.manifest import SCHEMA, ImageRecord
-from attnres_aot.runtime.device_archs import build_command, dotted, fitting_archs
+from attnres_aot.runtime.device_archs import arch_to_build, dotted, fitting_archs
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Candidate, Place, search_order
 
 Status = Literal["accepted", "fits", "refused"]
@@ -249,13 +250,13 @@ def _refuse_chosen(resolution: Resolution, chosen: Candidate, reason: str) -> Re
         replace(verdict, status="refused", reason=reason) if verdict.candidate is chosen else verdict
         for verdict in last.verdicts
     )
-    command = build_command(resolution.request.capability)
+    command = build_command(chosen.arch, chosen.name, force=True)
     return replace(
         resolution,
         chosen=None,
         trace=(*earlier, replace(last, verdicts=verdicts)),
         problem=f"The bundle to use for compute capability {dotted(resolution.request.capability)} is damaged",
-        next_step=f"copy it again from where it was built, or build it again: `{command} --force`.",
+        next_step=f"copy it again from where it was built, or build it again with {command}.",
     )
 
 
@@ -265,19 +266,18 @@ def _asked(request: Request) -> str:
 
 
 def _build_step(request: Request, trace: Sequence[Visit]) -> str:
-    command = build_command(request.capability)
-    if command is None:
+    arch = arch_to_build(request.capability)
+    if arch is None:
         oldest = [
             min(arch for arch in BUILDABLE if arch.major == major) for major in sorted({a.major for a in BUILDABLE})
         ]
         devices = "; ".join(arch.rule() for arch in oldest)
         return f"use another GPU: bundles can be built for {devices}."
     archs = " or ".join(map(str, fitting_archs(request.capability)))
-    config = f" --config FILE (the file of {request.name!r})" if request.name is not None else ""
     where = f"give its folder as the path, or in {ENVIRONMENT_VARIABLE}"
     if trace and trace[-1].place.binding:
         where += "; a place that was named is the only one searched"
-    return f"`{command}`{config} builds one ({archs} would do); then {where}."
+    return f"{build_command(str(arch), request.name)} builds one ({archs} would do); then {where}."
 
 
 def _count(verdicts: Sequence[Verdict]) -> str:

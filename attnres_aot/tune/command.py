@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import attnres_aot
+from attnres_aot import shipped
 from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us
 from attnres_aot.bench.command import describe
 from attnres_aot.bench.gpu import gpu_facts
 from attnres_aot.bench.points import MAX_ROWS, ROWS
 from attnres_aot.bench.results import write_atomically
 from attnres_aot.bench.rig import Rig
+from attnres_aot.config_source import MAX_BYTES, read_source
 from attnres_aot.errors import UsageError
 from attnres_aot.manifest import to_json
 from attnres_aot.row_counts import parse_rows
@@ -127,8 +129,8 @@ def read_request(args: argparse.Namespace, loaded: LoadedBundle) -> Request:
         raise UsageError(
             f"--rows {args.rows!r}: the bundle's mailboxes hold {manifest.mailbox.capacity} rows; ask for at most that"
         )
-    config = args.config or Path(attnres_aot.__file__).parent / "configs" / f"{manifest.name}.yaml"
-    if args.out is not None and not config.is_file():
+    config = args.config or shipped.FOLDER / f"{manifest.name}.yaml"
+    if args.out is not None and not os.path.lexists(config):
         raise UsageError(
             f"{config}: there is no such configuration; name the one that the bundle was built from with --config"
         )
@@ -188,11 +190,15 @@ def read_config_text(path: Path) -> str:
     """Reads a configuration file as text.
 
     Raises:
-      UsageError: it cannot be read.
+      ConfigError: it cannot be read.
+      UsageError: it is too large, or not text.
     """
+    data = read_source(path)
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path}: larger than {MAX_BYTES} bytes, the most that a configuration may have")
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
 
 

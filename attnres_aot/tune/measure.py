@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from attnres_aot.advice import build_changed
 from attnres_aot.bench.producers import has_statistics_kernel
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.errors import BundleError
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.tune.decide import Cell
 from attnres_aot.variants import ConsumerKey, Variant
-
-_FIX = (
-    "build one with every statistics variant: in the configuration set 'attn_stats: \"1-64:1\"' (rows) and "
-    "'attn_stats_blocks: \"1-8:1\"' (saved blocks) in each deployment, then attnres-aot build --config FILE"
-)
 
 
 def check_bundle(loaded: LoadedBundle, every_nb: Sequence[int], slots: Sequence[int]) -> None:
@@ -30,7 +26,14 @@ def check_bundle(loaded: LoadedBundle, every_nb: Sequence[int], slots: Sequence[
         missing += [str(variant) for variant in wanted if variant not in loaded]
     if missing:
         more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
-        raise BundleError(f"{loaded.bundle.path} cannot be tuned: it has no {', '.join(missing[:6])}{more}; {_FIX}")
+        manifest = loaded.bundle.manifest
+        rows, blocks = f'attn_stats: "1-{manifest.mailbox.capacity}:1"', f'attn_stats_blocks: "1-{max(every_nb)}:1"'
+        lines = [
+            f"{loaded.bundle.path} cannot be tuned: it has no {', '.join(missing[:6])}{more}",
+            f"Next step: set {rows} and {blocks} in each deployment of the configuration, and build again:",
+            *build_changed(manifest.arch.requested, manifest.name),
+        ]
+        raise BundleError("\n".join(lines))
 
 
 def variant_for(nb: int, slots: int, *, stats: bool) -> Variant:

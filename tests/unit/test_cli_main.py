@@ -160,6 +160,22 @@ def test_without_click_an_unknown_command_is_misuse():
     assert "did you mean 'doctor'?" in result.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict", "latin-1"])
+@pytest.mark.parametrize("name", [b"\xc3\xbcber \xe2\x82\xac", b"not \xff utf-8"], ids=["unicode", "bytes"])
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["build", "--arch", "sm_90", "--dry-run", "--out"]])
+def test_names_that_the_encoding_lacks_are_escaped(command, name, encoding, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "attnres_aot", *command, os.fsencode(tmp_path) + b"/" + name],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert result.returncode == (0 if "--dry-run" in command else 1)
+    assert b"Traceback" not in result.stderr
+    assert b"utf-8" in result.stdout + result.stderr or b"ber " in result.stdout + result.stderr
+
+
 def test_runs_as_a_module():
     result = subprocess.run(
         [sys.executable, "-m", "attnres_aot", "--version"], capture_output=True, text=True, check=False, cwd=ROOT

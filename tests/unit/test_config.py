@@ -14,6 +14,7 @@ from attnres_aot.config import DEFAULT_CONFIG, load_config, parse_config
 from attnres_aot.config.problems import MOST_REPORTED
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Mailbox, Options
+from attnres_aot.variants import MAX_BLOCKS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = """\
@@ -124,9 +125,30 @@ EDITS = [
     Edit("nothing", "layers: 9", "layers:", "4: model.layers: found nothing; allowed: an integer"),
     Edit("zero_layers", "layers: 9", "layers: 0", "4: model.layers: found 0; allowed: 1..1024"),
     Edit("negative", "capacity: 16", "capacity: -1", "8: mailbox.capacity: found -1; allowed: 1..65536"),
-    Edit("odd_hidden", "2048", "2000", "3: model.hidden_size: found 2000; allowed: a multiple of 1024 up to 8192"),
-    Edit("wide_hidden", "2048", "9216", "3: model.hidden_size: found 9216; allowed: 1024..8192"),
-    Edit("too_many_blocks", "layers: 9", "layers: 33", "makes 9 saved blocks of 33 layers; allowed: at most 8"),
+    Edit(
+        "odd_hidden",
+        "2048",
+        "2000",
+        "3: model.hidden_size: found 2000; allowed: a multiple of 1024, 1024..8192; nearest: 1024 or 2048",
+    ),
+    Edit(
+        "narrow_hidden",
+        "2048",
+        "1000",
+        "3: model.hidden_size: found 1000; allowed: a multiple of 1024, 1024..8192; nea",
+    ),
+    Edit(
+        "wide_hidden",
+        "2048",
+        "9216",
+        "3: model.hidden_size: found 9216; allowed: a multiple of 1024, 1024..8192; nearest: 8192",
+    ),
+    Edit(
+        "too_many_blocks",
+        "layers: 9",
+        f"layers: {4 * MAX_BLOCKS + 1}",
+        f"makes {MAX_BLOCKS + 1} saved blocks of {4 * MAX_BLOCKS + 1} layers; allowed: at most {MAX_BLOCKS}",
+    ),
     Edit(
         "more_dense_than_layers", "dense_layers: 1", "dense_layers: 10", "leading_dense_layers: found 10; allowed: 0..9"
     ),
@@ -243,6 +265,13 @@ WHOLE = [
     Whole("syntax", b"a: 1\nb: c: d\n", "f.yaml:2: not YAML: mapping values are not allowed here"),
     Whole("unclosed", b"a: [1,\n", "f.yaml:2: not YAML: while parsing a flow"),
     Whole("not_utf8", b"name: small\nx: \xff\n", "f.yaml:2: not UTF-8: byte 0xff at offset 15"),
+    Whole("escape_beyond_all", b'name: small\nx: "\\UFFFFFFFF"\n', "f.yaml:2: not YAML: a character escape or version"),
+    Whole("escape_beyond_unicode", b'x: "\\U00110000"\n', "f.yaml:1: not YAML: a character escape or version"),
+    Whole("endless_version", b"%YAML " + b"9" * 5000 + b".1\n---\nx: 1\n", "f.yaml:1: not YAML: a character escape or"),
+    Whole("nul", b"name: small\nx: \0\n", "f.yaml:2: not YAML: special characters are not allowed"),
+    Whole("utf16", "name: small".encode("utf-16"), "f.yaml:1: not UTF-8: byte 0xff at offset 0"),
+    Whole("many_values", b"x: [" + b"1," * 100_000 + b"]", "f.yaml:1: more than 5000 values; a configuration has some"),
+    Whole("many_keys", b"".join(b"k%d: 1\n" % n for n in range(20_000)), "f.yaml:2500: more than 5000 values"),
     Whole("control_character", b"name: small\nx: \x07\n", "f.yaml:2: not YAML: special characters are not allowed"),
     Whole("too_large", b"#" * (256 * 1024 + 1), "f.yaml:1: the file is larger than 262144 bytes"),
     Whole("deep_flow", b"a: " + b"[" * 100_000, "f.yaml:1: nested more than 16 deep"),
@@ -268,7 +297,10 @@ def test_alias_bomb_is_refused_at_once():
 
 def test_all_mistakes_of_a_file_come_together_in_file_order():
     text = (
-        GOOD.replace("2048", "5").replace("capacity", "capasity").replace('"1-3:1"', '"9:1"').replace("tp: 2", "tp: x")
+        GOOD.replace("2048", "5")
+        .replace("capacity", "capasity")
+        .replace('"1-3:1"', f'"{MAX_BLOCKS + 1}:1"')
+        .replace("tp: 2", "tp: x")
     )
     problems = problems_of(text)
     assert [int(problem.split(":")[1]) for problem in problems] == [3, 8, 16, 17]
@@ -280,13 +312,60 @@ def test_a_long_list_of_mistakes_is_cut_with_a_count():
     assert problems[-1] == f"f.yaml: {200 - MOST_REPORTED} more mistakes; mend these first"
 
 
+def test_many_deployments_are_refused_as_planning_them_takes_long():
+    items = "".join(f"  - {{tp: {tp}, dcp: 1}}\n" for tp in range(1, 34))
+    text = GOOD.split("deployments:", maxsplit=1)[0].replace("[1, tp]", "[1]") + "deployments:\n" + items
+    assert problems_of(text) == ("f.yaml:13: deployments: found 33; allowed: 1..32; spread them over several files",)
+
+
+LONG = [
+    Whole("anchor", b"x: &" + b"a" * 200_000 + b" 1", "f.yaml:1: anchor &aaa"),
+    Whole("tag", b"x: !" + b"a" * 200_000 + b" 1", "f.yaml:1: tag '!aaa"),
+    Whole("key", b"? " + b"a" * 200_000 + b"\n: 1", "f.yaml:1: 'aaa"),
+    Whole("surrogate", b'"\\uD800": 1', "f.yaml:1: '\\ud800': unknown field"),
+    Whole(
+        "table", b"deployments: [{tp: 1, dcp: 1, attn_stats: '" + b"x," * 100_000 + b"'}]", "f.yaml:1: name: missing"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_a_message_stays_short_whatever_the_file_and_its_path(case):
+    for where in ("f.yaml", "x" * 4000):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(case.data, where)
+        assert any(line.startswith(case.says.replace("f.yaml", where)) for line in caught.value.problems)
+        assert len(str(caught.value).encode("utf-8", "surrogatepass")) < 40_000
+
+
+@pytest.mark.parametrize("high", [1, 2, 16, 64])
+def test_an_example_of_a_table_is_itself_accepted(high):
+    """What a message gives as an example can be put into the file that it is about."""
+    for wrong in ("'all'", "[1]"):
+        text = GOOD.replace("capacity: 16", f"capacity: {high}").replace('"1-8:1,9:0"', wrong)
+        (problem,) = problems_of(text)
+        example = re.search(r"(?:e\.g\.|such as) '([^']+)'", problem)[1]
+        assert str(parse(text.replace(wrong, f"'{example}'")).deployments[1].attn_stats) == example
+
+
+@pytest.mark.parametrize("found", [-5, 0, 1, 1000, 1024, 1536, 2000, 8191, 8192, 8193, 10**17])
+def test_the_nearest_row_lengths_are_accepted(found):
+    text = GOOD.replace("2048", str(found))
+    if found in (1024, 8192):
+        assert parse(text).model.hidden_size == found
+        return
+    (problem,) = problems_of(text)
+    for near in problem.split("nearest: ")[1].split(" or "):
+        assert parse(GOOD.replace("2048", near)).model.hidden_size == int(near)
+
+
 def test_missing_file_says_what_to_pass(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file.*pass --config"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file.*`attnres-aot config >"):
         load_config(tmp_path / "none.yaml")
 
 
 def test_folder_is_not_a_file(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="it is a folder, not a file"):
         load_config(tmp_path)
 
 

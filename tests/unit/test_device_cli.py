@@ -83,9 +83,9 @@ class Misuse:
 
 
 MISUSES = [
-    Misuse(name="no-command", argv=[], text="error: no command given; choose from doctor"),
+    Misuse(name="no-command", argv=[], text="error: no command given; choose from config, doctor"),
     Misuse(
-        name="misspelt", argv=["docter"], text="error: no command 'docter' (did you mean 'doctor'?); choose from doctor"
+        name="misspelt", argv=["docter"], text="error: no command 'docter' (did you mean 'doctor'?); choose from config"
     ),
     Misuse(name="unknown-option", argv=["doctor", "--fast"], text="unrecognized arguments: --fast"),
     Misuse(name="abbreviated-option", argv=["doctor", "--js"], text="unrecognized arguments: --js"),

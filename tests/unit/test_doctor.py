@@ -116,7 +116,7 @@ SICK = [
         name="no-torch",
         facts=facts(replace(HEALTHY, torch=None)),
         what="torch is not installed; the loader launches on torch tensors",
-        fix="pip install 'attnres-aot[runtime]'",
+        fix="`pip install 'attnres-aot[runtime]'`",
     ),
     Sick(
         name="torch-without-cuda",

@@ -16,7 +16,7 @@ import attnres_aot
 from attnres_aot import device_cli
 from attnres_aot.arch import BUILDABLE
 from attnres_aot.cli import BUILDER_COMMANDS, main
-from attnres_aot.config import parse_config
+from attnres_aot.config import DEFAULT_CONFIG, parse_config
 from attnres_aot.plan import plan
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,9 @@ def test_make_target_exists(line):
 
 
 @pytest.mark.parametrize("line", [line for line in commands("attnres-aot") if line.split()[1] == "plan"])
-def test_plan_example_runs(line, capsys):
+def test_plan_example_runs(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_model.yaml").write_bytes(DEFAULT_CONFIG.read_bytes())
     assert main(shlex.split(line)[1:]) == 0
     assert "kimi_k3" in capsys.readouterr().out
 

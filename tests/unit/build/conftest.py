@@ -236,6 +236,9 @@ class Recorder:
         self.events.append(("failed", failure.name))
         self.failures.append(failure)
 
+    def refused(self, failure) -> None:
+        self.events.append(("refused", failure.name))
+
     def end(self) -> None:
         self.ended = True
 
@@ -251,7 +254,8 @@ def tiny(tmp_path, compiler, trusting, facts) -> Callable[..., BuildReport]:
 
     def run(**changes) -> BuildReport:
         used = changes.pop("facts", facts)
-        return build(_request(changes.pop("out", tmp_path / "out"), **changes), used, Recorder())
+        progress = changes.pop("progress", None) or Recorder()
+        return build(_request(changes.pop("out", tmp_path / "out"), **changes), used, progress)
 
     return run
 

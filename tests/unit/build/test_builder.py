@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.build.builder import build, preview
 from attnres_aot.build.inventory import Source
 from attnres_aot.build.pool import PoolSettings
+from attnres_aot.build.progress import PlainProgress
 from attnres_aot.bundle import read_bundle
 from attnres_aot.bundle.writer import hold_target, work_folder
 from attnres_aot.errors import BundleError
@@ -274,8 +276,12 @@ def test_a_reused_image_is_proven_again(tiny, path, compiler, monkeypatch):
     image.update(size=len(bad), sha256=hashlib.sha256(bad).hexdigest())
     (path / "manifest.json").write_text(json.dumps(manifest))
     (path / "h1024-nb1.cubin").write_bytes(bad)
-    report = tiny()
+    stream = io.StringIO()
+    report = tiny(progress=PlainProgress(stream))
     assert [failure.name for failure in report.failures] == ["h1024-nb1"]
+    first, second = stream.getvalue().splitlines()
+    assert first == "tiny-sm_90: 0 images to compile, 5 reused"
+    assert second.startswith("FAILED h1024-nb1: ")
 
 
 def test_a_part_of_the_plan_does_not_replace_the_whole(tiny, path, tmp_path, files_of):

@@ -139,8 +139,8 @@ class Damage:
 
 
 DAMAGES = [
-    Damage("no-folder", _remove_folder, "there is no such folder; build one with 'attnres-aot build"),
-    Damage("not-a-folder", _file_instead, "it is not a folder; build one with 'attnres-aot build"),
+    Damage("no-folder", _remove_folder, "there is no such folder; build one with `attnres-aot build"),
+    Damage("not-a-folder", _file_instead, "it is not a folder; build one with `attnres-aot build"),
     Damage("no-manifest", lambda folder: (folder / "manifest.json").unlink(), "it holds no manifest.json"),
     Damage("linked-manifest", _link_manifest, "a symbolic link; a bundle holds plain files only"),
     Damage("dangling-link", lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").symlink_to("x")), "link"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 
 import pytest
 
@@ -32,6 +33,23 @@ def test_an_image_comes_back_as_it_was(store):
     assert store.get(IMAGE.key) == IMAGE
     assert [path.name for path in store.folder.iterdir()] == [f"{IMAGE.key}.image"]
     store.clear()
+    assert store.get(IMAGE.key) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "device"])
+def test_what_is_no_image_file_is_none(store, kind):
+    store.put(IMAGE)
+    path = store.folder / f"{IMAGE.key}.image"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
     assert store.get(IMAGE.key) is None
 
 

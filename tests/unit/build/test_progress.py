@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import dataclass
 
 import pytest
 
@@ -101,6 +102,51 @@ def test_nothing_to_compile_shows_no_bar():
     assert stream.getvalue().strip() == "tiny-sm_90: 0 images to compile, 3 reused"
 
 
-@pytest.mark.parametrize(("stream", "kind"), [(Terminal(), BarProgress), (io.StringIO(), PlainProgress)])
-def test_the_stream_decides(stream, kind):
-    assert isinstance(choose_progress(stream), kind)
+def test_an_image_that_cannot_be_reused_is_not_counted_among_those_to_compile():
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    progress.begin("tiny-sm_90", 0, 3)
+    progress.refused(FAILURE)
+    progress.end()
+    assert stream.getvalue().splitlines() == [
+        "tiny-sm_90: 0 images to compile, 3 reused",
+        "FAILED h1024-nb2: ValueError: [no] registers",
+    ]
+
+
+def test_a_bar_does_not_move_for_an_image_that_cannot_be_reused(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    progress = BarProgress(stream)
+    progress.begin("tiny-sm_90", 12, 3)
+    progress.refused(FAILURE)
+    progress._bar.refresh()
+    progress.end()
+    assert "FAILED h1024-nb2" in stream.getvalue()
+    assert "1/12" not in stream.getvalue()
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    stream: io.StringIO
+    term: str | None
+    kind: type
+
+
+CHOICES = [
+    Choice("terminal", Terminal(), "xterm-256color", BarProgress),
+    Choice("log", io.StringIO(), "xterm-256color", PlainProgress),
+    Choice("dumb", Terminal(), "dumb", PlainProgress),
+    Choice("unknown", Terminal(), "Unknown", PlainProgress),
+    Choice("unset", Terminal(), None, PlainProgress),
+]
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=lambda case: case.name)
+def test_only_a_terminal_that_can_draw_gets_a_bar(case, monkeypatch):
+    monkeypatch.delenv("TERM", raising=False)
+    if case.term is not None:
+        monkeypatch.setenv("TERM", case.term)
+    assert isinstance(choose_progress(case.stream), case.kind)

@@ -58,6 +58,23 @@ def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
 
 
+def test_a_folder_with_a_bad_bundle_shows_the_others_and_says_what_is_bad(make_bundle, capsys):
+    good, bad = make_bundle("sm_90"), make_bundle("sm_100")
+    bad.manifest_path.write_text("{")
+    folder = good.path.parent
+    assert main(["inspect", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert "tiny-sm_90" in out
+    assert "tiny-sm_100" not in out
+    assert err.startswith("tiny-sm_100: cannot be read: ")
+    assert main(["inspect", str(folder), "--json"]) == 1
+    out, err = capsys.readouterr()
+    shown = json.loads(out)
+    assert [each["path"] for each in shown["bundles"]] == [str(good.path)]
+    assert [each["path"] for each in shown["unreadable"]] == [str(bad.path)]
+    assert err == ""
+
+
 def test_what_differs_among_images_gets_a_column(bundle, capsys):
     bundle.edit(lambda raw: raw["images"][2].update(spill_bytes=16))
     lines = [line.split() for line in run(capsys, bundle.path).splitlines()]

@@ -348,4 +348,4 @@ def test_the_command_speaks_json(bundle, capsys):
 
 def test_no_bundle_is_a_failure_that_names_the_next_step(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
-    assert "there is no such folder; build one with 'attnres-aot build" in capsys.readouterr().out
+    assert "there is no such folder; build one with `attnres-aot build" in capsys.readouterr().out

@@ -105,7 +105,8 @@ def test_a_bundle_without_statistics_is_refused(stub, bundles, capsys: pytest.Ca
     assert tune(bundle) == 1
     error = capsys.readouterr().err
     assert "cannot be tuned: it has no statistics kernel for nb 1, statistics kernel for nb 2, nb1-delta-stats" in error
-    assert "attnres-aot build --config FILE" in error
+    assert 'set attn_stats: "1-64:1" and attn_stats_blocks: "1-2:1" in each deployment' in error
+    assert "attnres-aot build --arch sm_90 --config FILE" in error
 
 
 @pytest.mark.parametrize(
