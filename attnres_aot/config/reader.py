@@ -12,7 +12,7 @@ from attnres_aot.config_source import START_FROM, read_source
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
 from attnres_aot.shipped import DEFAULT_NAME, path_of
-from attnres_aot.variants import ELEMS_PER_CTA, MAX_BLOCKS, MAX_CLUSTER, MAX_SLOTS
+from attnres_aot.variants import ELEMS_PER_CTA, HIDDEN_STEP, MAX_BLOCKS, MAX_CLUSTER, MAX_SLOTS
 
 DEFAULT_CONFIG = path_of(DEFAULT_NAME)
 """The configuration that ships with the package."""
@@ -85,7 +85,7 @@ def _read_model(top: Fields) -> Model | None:
     fields = top.mapping("model", _MODEL)
     if fields is None:
         return None
-    hidden = fields.multiple("hidden_size", ELEMS_PER_CTA, MAX_CLUSTER * ELEMS_PER_CTA)
+    hidden = fields.multiple("hidden_size", HIDDEN_STEP, MAX_CLUSTER * ELEMS_PER_CTA)
     layers = fields.integer("layers", 1, MAX_LAYERS)
     block_size = fields.integer("block_size", 1, MAX_LAYERS)
     dense = fields.integer("leading_dense_layers", 0, layers or MAX_LAYERS, ", at most model.layers")

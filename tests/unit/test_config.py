@@ -129,19 +129,19 @@ EDITS = [
         "odd_hidden",
         "2048",
         "2000",
-        "3: model.hidden_size: found 2000; allowed: a multiple of 1024, 1024..8192; nearest: 1024 or 2048",
+        "3: model.hidden_size: found 2000; allowed: a multiple of 256, 256..8192; nearest: 1792 or 2048",
     ),
     Edit(
         "narrow_hidden",
         "2048",
         "1000",
-        "3: model.hidden_size: found 1000; allowed: a multiple of 1024, 1024..8192; nea",
+        "3: model.hidden_size: found 1000; allowed: a multiple of 256, 256..8192; nea",
     ),
     Edit(
         "wide_hidden",
         "2048",
         "9216",
-        "3: model.hidden_size: found 9216; allowed: a multiple of 1024, 1024..8192; nearest: 8192",
+        "3: model.hidden_size: found 9216; allowed: a multiple of 256, 256..8192; nearest: 8192",
     ),
     Edit(
         "too_many_blocks",
@@ -348,10 +348,10 @@ def test_an_example_of_a_table_is_itself_accepted(high):
         assert str(parse(text.replace(wrong, f"'{example}'")).deployments[1].attn_stats) == example
 
 
-@pytest.mark.parametrize("found", [-5, 0, 1, 1000, 1024, 1536, 2000, 8191, 8192, 8193, 10**17])
+@pytest.mark.parametrize("found", [-5, 0, 1, 1000, 1024, 1536, 1600, 2000, 8191, 8192, 8193, 10**17])
 def test_the_nearest_row_lengths_are_accepted(found):
     text = GOOD.replace("2048", str(found))
-    if found in (1024, 8192):
+    if found in (1024, 1536, 8192):
         assert parse(text).model.hidden_size == found
         return
     (problem,) = problems_of(text)
