@@ -3,9 +3,9 @@
     python scripts/sweep.py [--arch sm_90 ...] [--hidden 2048,7168] [--sample N] [--shard I/N] [--jobs N] [--count]
 
 What configurations differ in, as far as images go: the hidden size, and which of a fixed set of consumers, sources and
-producers there are. So the sweep is over hidden sizes, and for each over all of that set. It compiles; nothing is run and no
-bundle is written. A failure is an image that does not compile, spills, uses local memory, or does not leave room on an SM for as many
-CTAs as its shape promises. `--sample N` takes N images of each arch at random, the same ones each time.
+producers there are. So the sweep is over hidden sizes, and for each over all of that set. It compiles; nothing is run
+and no bundle is written. A failure is an image that does not compile, spills, uses local memory, or does not leave room
+on an SM for as many CTAs as its shape promises. `--sample N` takes N images of each arch at random, the same each time.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> int:
     part, parts = map(int, options.shard.split("/"))
     specs = [spec for hidden in sizes for spec in every_spec(hidden) if (getattr(spec, "nb", 0) or 0) <= options.blocks]
     if options.sample is not None:
-        specs = random.Random(1).sample(specs, min(options.sample, len(specs)))
+        specs = random.Random(1).sample(specs, min(options.sample, len(specs)))  # noqa: S311 - a sample, no secret
     specs = specs[part - 1 :: parts]
     archs = options.arch or ARCHES
     print(f"{len(specs)} images for each of {', '.join(archs)}: {len(specs) * len(archs)}", flush=True)
