@@ -23,7 +23,7 @@ from attnres_aot.cli.options import arch_option, config_option, json_option, sel
 from attnres_aot.cli.wording import count, megabytes
 from attnres_aot.config import load_config
 from attnres_aot.manifest import to_json
-from attnres_aot.plan import EVERYTHING, Selection, plan
+from attnres_aot.plan import Selection, plan
 
 MOST_JOBS = 16
 """Compiler processes that are started unless more are asked for."""
@@ -107,7 +107,6 @@ def _requests(
             plan=plan(config, arch, selection=selection),
             out=out,
             pool=PoolSettings(workers=workers, job_seconds=time_limit),
-            narrowed=selection != EVERYTHING,
             force=force,
             keep_going=keep_going,
         )

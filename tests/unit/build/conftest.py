@@ -201,7 +201,7 @@ def tiny_config():
 
 def _request(out: Path, *, config: Config | None = None, selection: Selection | None = None, **changes):
     chosen = selection or Selection()
-    options = {"pool": PoolSettings(workers=2), "narrowed": selection is not None, **changes}
+    options = {"pool": PoolSettings(workers=2), **changes}
     return BuildRequest(plan=plan(config or _tiny_config(), SM90, selection=chosen), out=out, **options)
 
 
