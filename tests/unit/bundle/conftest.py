@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,15 @@ from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import BuildFacts, wanted_images
 from attnres_aot.build.sources import sources_digests
 from attnres_aot.bundle.writer import hold_target, write_bundle
-from attnres_aot.manifest import MANIFEST_NAME
+from attnres_aot.manifest import MANIFEST_NAME, seal
 from attnres_aot.plan import plan
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
 from attnres_aot.tables import parse_table
+from attnres_aot.variants import kernel_symbol
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from renaming import rename_kernel  # noqa: E402 - beside this file
 
 CUBINS = Path(__file__).parents[2] / "data" / "cubins"
 
@@ -51,11 +57,10 @@ class MadeBundle:
         return json.loads(self.manifest_path.read_bytes())
 
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:
-        """Rewrites the manifest in canonical form after `change` to its JSON."""
+        """Rewrites the manifest after `change` to its JSON, as a build would write it: its own digest is right."""
         raw = self.read()
         change(raw)
-        text = json.dumps(raw, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
-        self.manifest_path.write_text(text)
+        self.manifest_path.write_bytes(seal(raw))
 
     def image_path(self, index: int = 0) -> Path:
         return self.path / self.read()["images"][index]["file"]
@@ -85,9 +90,10 @@ def make_bundle(tmp_path, cubin) -> Callable[..., MadeBundle]:
         records, files = [], {}
         for wanted in wanted_images(shown, facts):
             threads = wanted.launch["threads"]
+            kernel = wanted.kernel if threads == 128 else f"{wanted.kernel}{threads}"
             image = FinishedImage(
                 key=wanted.key,
-                cubin=cubin(wanted.kernel if threads == 128 else f"{wanted.kernel}{threads}", arch),
+                cubin=rename_kernel(cubin(kernel, arch), kernel, kernel_symbol(wanted.name)),
                 block_threads=threads,
                 smem_dynamic_bytes=0,
                 rows_per_cluster=1,

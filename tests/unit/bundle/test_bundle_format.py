@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnres_aot import abi, manifest
-from attnres_aot.bundle import MAX_MANIFEST_BYTES, manifest_check
+from attnres_aot.bundle import limits, names
 
 PAGE = (Path(__file__).parents[3] / "docs" / "bundle_format.md").read_text()
 SCALARS = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
@@ -87,9 +87,9 @@ def test_the_page_lists_every_kind_with_its_size():
 
 def test_the_page_names_the_schema_and_the_limits():
     assert PAGE.startswith(f"# The bundle format, schema {manifest.SCHEMA}\n")
-    assert f"at most {manifest_check.MAX_NAME_CHARS} characters" in PAGE
-    assert f"at most {MAX_MANIFEST_BYTES >> 20} MiB" in PAGE
-    assert f"at most {manifest_check.MAX_IMAGE_BYTES >> 20} MiB" in PAGE
+    assert f"at most {names.MAX_NAME_CHARS} characters" in PAGE
+    assert f"at most {manifest.MAX_MANIFEST_BYTES >> 20} MiB" in PAGE
+    assert f"at most {limits.MAX_IMAGE_BYTES >> 20} MiB" in PAGE
 
 
 def test_a_real_manifest_has_the_form_that_the_page_promises(bundle):

@@ -48,11 +48,11 @@ def no_packages(monkeypatch):
 def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
-    assert "22 variants and 2 producers in 15 images of 98,488 bytes" in out
+    assert "22 variants and 2 producers in 15 images of 112,942 bytes" in out
     assert "15 images: all with spills 0, rows 1" in out
     assert "rows 1-8:1, saved blocks 2:1 for (tp,dcp) (2,2)" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["h2048-nb1-delta", "8", "40", "2", "128", "6,696", "4"] in lines
+    assert ["h2048-nb1-delta", "8", "40", "2", "128", "7,601", "4"] in lines
     assert ["statistics", "2", "(2,2)", "1", "8"] in lines
     assert ["publish", "-", "(2,1)", "(2,2)", "1", "8"] in lines
     assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
@@ -79,7 +79,7 @@ def test_what_differs_among_images_gets_a_column(bundle, capsys):
     bundle.edit(lambda raw: raw["images"][2].update(spill_bytes=16))
     lines = [line.split() for line in run(capsys, bundle.path).splitlines()]
     assert ["image", "registers", "spills", "smem", "CTAs", "threads", "bytes", "serves"] in lines
-    assert ["h2048-nb1-delta", "8", "16", "40", "2", "128", "6,696", "4"] in lines
+    assert ["h2048-nb1-delta", "8", "16", "40", "2", "128", "7,601", "4"] in lines
 
 
 def test_a_publisher_is_launched_without_clusters(bundle, capsys):
@@ -154,7 +154,7 @@ def test_json_holds_the_whole_manifest(bundle, capsys):
     shown = json.loads(run(capsys, bundle.path, "--json"))
     assert shown["manifest"] == bundle.read()
     assert shown["gpus"] == {"arch": "sm_100", "rule": "compute capability 10.0 and later 10.x"}
-    assert shown["counts"] == {"images": 15, "variants": 22, "producers": 2, "bytes": 98488}
+    assert shown["counts"] == {"images": 15, "variants": 22, "producers": 2, "bytes": 112942}
 
 
 def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
@@ -166,7 +166,7 @@ def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
 
 def test_a_damaged_image_is_not_shown(bundle, capsys):
     bundle.image_path(1).write_bytes(b"x")
-    assert "1 bytes, but the manifest says 6696" in refused(capsys, 1, bundle.path, "--image", "h2048-nb0-wide")
+    assert "1 bytes, but the manifest says 7589" in refused(capsys, 1, bundle.path, "--image", "h2048-nb0-wide")
 
 
 def test_misuse(make_bundle, capsys):
@@ -183,9 +183,9 @@ def test_misuse(make_bundle, capsys):
 
 def test_sass_is_what_the_disassembler_prints(bundle, capsys, tool, monkeypatch):
     monkeypatch.setenv("PATH", f"{tool}{os.pathsep}{os.environ['PATH']}")
-    assert run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--sass").endswith("--print-code 6696 bytes\n\n")
+    assert run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--sass").endswith("--print-code 7589 bytes\n\n")
     shown = json.loads(run(capsys, bundle.path, "--variant", "nb0-write0", "--sass", "--json"))
-    assert shown["images"][0]["sass"] == "--print-code 6696 bytes\n"
+    assert shown["images"][0]["sass"] == "--print-code 7529 bytes\n"
 
 
 def test_without_a_disassembler_the_package_to_install_is_named(bundle, capsys, monkeypatch, no_packages):
