@@ -26,7 +26,7 @@ from attnres_aot.variants import kernel_symbol
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from renaming import rename_kernel  # noqa: E402 - beside this file
+from renaming import rename_kernel
 
 CUBINS = Path(__file__).parents[2] / "data" / "cubins"
 

@@ -235,6 +235,12 @@ class BundleMaker:
         (path / "manifest.json").write_bytes(dump_manifest(change(manifest)))
         return path
 
+    def load_changed(self, variants: Iterable[str], change: Callable[[Manifest], Manifest]) -> LoadedBundle:
+        """Loads a sound bundle and changes its manifest in memory, as another release might have written it."""
+        loaded = api.load(self.write(variants))
+        changed = dataclasses.replace(loaded.bundle, manifest=change(loaded.bundle.manifest))
+        return LoadedBundle(changed, loaded.device)
+
 
 def record_of(variant: Variant) -> VariantRecord:
     key = variant.key
