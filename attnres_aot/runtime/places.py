@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnres_aot.bundle import read_manifest_bytes
 from attnres_aot.bundle.folder import is_being_replaced
+from attnres_aot.bundle.names import name_problem
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import MANIFEST_NAME, check_digest, parse_manifest
 
@@ -192,6 +193,8 @@ def look_at_bundle(path: Path, origin: str = "") -> Candidate:
     except BundleError as error:
         return _troubled(path, real_path, origin, str(error))
     name, arch = raw.get("name"), raw.get("arch")
+    if isinstance(name, str) and (problem := name_problem(name)) is not None:
+        return _troubled(path, real_path, origin, f"{MANIFEST_NAME}: name: {problem}")
     proven = arch.get("proven") if isinstance(arch, dict) else None
     return Candidate(
         path=str(path),

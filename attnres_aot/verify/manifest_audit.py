@@ -5,6 +5,7 @@ Only a bundle that was built from these sources can be compared; of any other, `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 from attnres_aot.abi import KERNEL_PARAMS
@@ -19,7 +20,12 @@ from attnres_aot.variants import choices_for, parse_image
 
 def is_of_this_release(manifest: Manifest) -> bool:
     """Tells whether the bundle was built from the same kernel and compiler sources as this package's."""
-    return manifest.sources_sha256 == combined_digest(sources_digests())
+    return manifest.sources_sha256 == combined_digest(_own_sources())
+
+
+@functools.cache
+def _own_sources() -> dict[str, str]:
+    return sources_digests()
 
 
 def derivation_problems(manifest: Manifest) -> Iterator[str]:
@@ -36,7 +42,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
     facts = BuildFacts(
         toolchain=toolchain,
         package_version=manifest.toolchain.get(PACKAGE_COMPONENT, ""),
-        sources=sources_digests(),
+        sources=_own_sources(),
     )
     for image in manifest.images:
         spec = parse_image(image.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from renaming import rename_kernel
 
+from attnres_aot.bundle import writer
 from attnres_aot.cli import main
 from attnres_aot.manifest import MANIFEST_NAME
 from attnres_aot.verify import verify_bundle
@@ -454,3 +456,27 @@ def test_the_command_speaks_json(bundle, capsys):
 def test_no_bundle_is_a_failure_that_names_the_next_step(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
     assert "there is no such folder; build one with `attnres-aot build" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_bundle_that_is_replaced_meanwhile_is_one_or_the_other(exchange, make_bundle, monkeypatch):
+    """What verify sees is one bundle, however often it is replaced, in one step or in two."""
+    if not exchange:
+        monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
+    path = make_bundle().path
+    stop, reports = threading.Event(), []
+
+    def verify() -> None:
+        while not stop.is_set():
+            reports.append(verify_bundle(path))
+
+    thread = threading.Thread(target=verify)
+    thread.start()
+    try:
+        for number in range(12):
+            make_bundle(sources=None if number % 2 else OTHER_RELEASE)
+    finally:
+        stop.set()
+        thread.join()
+    assert [report.problems for report in reports if not report.ok] == []
+    assert len({report.notes for report in reports}) == 2

@@ -41,8 +41,9 @@ def manifest_of(names: list[str]) -> Manifest:
     variants = [parse_variant(name) for name in names]
     images = dict.fromkeys(str(choices_for(variant, HIDDEN)[0].spec) for variant in variants)
     return Manifest(
-        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="", sources_sha256="",
-        toolchain={}, model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
+        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="",
+        sources_sha256="", toolchain={},
+        model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
         mailbox=MailboxRecord(capacity=64, slots=(8,)), tables=(), abis={},
         images=tuple(
             ImageRecord(

@@ -94,7 +94,11 @@ def test_parameters_in_another_order_are_refused_at_load(stub, bundles, order):
     if order == "places":
         last = dataclasses.replace(CONSUMER_PARAMS[-1], offset=CONSUMER_PARAMS[-1].offset + 4)
         params = (*CONSUMER_PARAMS[:-1], last)
-    at, found = ("0", "'prefix' at offset 0, not 'source'") if order == "names" else ("24", f"'out_eps' at offset {CONSUMER_PARAMS[-1].offset + 4}")
+    at, found = (
+        ("0", "'prefix' at offset 0, not 'source'")
+        if order == "names"
+        else ("24", f"'out_eps' at offset {CONSUMER_PARAMS[-1].offset + 4}")
+    )
     with pytest.raises(BundleError, match=rf"is not what this attnres-aot fills: number {at} is {found}"):
         api.load(bundles.write(["nb2-delta"], params=params))
 
