@@ -35,6 +35,8 @@ FEW_BLOCKS = 8
 """Most saved blocks for which there is a wide shape; two vectors of more fill the registers."""
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
+MAX_DEPLOYMENTS = 32
+"""Most deployments, (tp, dcp) pairs, that one bundle serves."""
 NARROW_ROWS = 16
 """Most rows for which an ordinary consumer has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
 MANY_BLOCKS, NARROW_ROWS_OF_MANY = 4, 8

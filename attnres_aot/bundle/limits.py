@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnres_aot.manifest import Manifest, ProducerRecord, VariantRecord
+from attnres_aot.variants import MAX_DEPLOYMENTS
 
 MAX_IMAGE_BYTES = 1 << 20
 """Largest image file that a reader accepts; ours have some 30 KB."""
@@ -17,8 +18,6 @@ MAX_IMAGES = 4096
 """Most images."""
 MAX_VARIANTS = 16384
 """Most variants, and most producers."""
-MAX_DEPLOYMENTS = 64
-"""Most statistics tables, and so most (tp, dcp) pairs of a variant."""
 MAX_TABLE_CHARS = 1 << 19
 """Most characters of all statistics tables together."""
 MAX_CHOICES = 16

@@ -34,7 +34,7 @@ def load(
     *,
     name: str | None = None,
 ) -> LoadedBundle:
-    """Finds the bundle for a device, reads all of it, and checks it. Code reaches the device as objects are made and bound.
+    """Finds the bundle for a device, reads and checks all of it. Code reaches the device as objects are made and bound.
 
     What becomes of the bundle's folder later does not matter.
 

@@ -186,7 +186,7 @@ REFUSALS = [
     ),
     Refusal(function="cuLibraryLoadData", status=200, text="load image .*INVALID_IMAGE; .*attnres-aot verify"),
     Refusal(function="cuLibraryLoadData", status=2, text="OUT_OF_MEMORY; free device memory"),
-    Refusal(function="cuLibraryLoadData", status=900, text=r"CAPTURE_UNSUPPORTED; .*attnres_aot.preload\(\)"),
+    Refusal(function="cuLibraryLoadData", status=900, text="CAPTURE_UNSUPPORTED; .*make and bind .*before capturing"),
     Refusal(function="cuLibraryGetKernel", status=2, text="find kernel 'attnres_h1024_nb2_delta_cutlass_0'"),
     Refusal(function="cuKernelGetFunction", status=2, text="put image .* on cpu"),
     Refusal(function="cuKernelGetParamInfo", status=400, text="describe the parameters of image"),
