@@ -48,7 +48,9 @@ JOB_BYTES = 400_000_000
     help="Compiler processes at a time; when left out, as many as the cores and the memory that may be used are enough "
     f"for, at most {MOST_JOBS}. A container's limits count.",
 )
-@click.option("--force", is_flag=True, help="Compile everything again, and replace a bundle that holds more variants.")
+@click.option(
+    "--force", is_flag=True, help="Compile everything again, and replace what is there though something is lost."
+)
 @click.option("--keep-going", is_flag=True, help="After a failure go on, and list all failures at the end.")
 @click.option("--dry-run", is_flag=True, help="Show what would be compiled and why; change nothing.")
 @click.option(

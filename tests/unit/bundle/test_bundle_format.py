@@ -90,8 +90,8 @@ def test_the_page_names_the_schema_and_the_limits():
     assert PAGE.startswith(f"# The bundle format, schema {manifest.SCHEMA}\n")
     assert f"at most {names.MAX_NAME_CHARS} characters" in PAGE
     for line in (
-        f"| manifest | {manifest.MAX_MANIFEST_BYTES >> 20} MiB; {manifest._MAX_PARTS:,} lists, objects and fields; numbers",
-        f" of {manifest._MAX_DIGITS} digits |",
+        f"| manifest | {manifest.MAX_MANIFEST_BYTES >> 20} MiB; {manifest._MAX_PARTS:,} lists, objects and fields; ",
+        f"; numbers of {manifest._MAX_DIGITS} digits |",
         f"| image, all images | {limits.MAX_IMAGE_BYTES >> 20} MiB, {limits.MAX_BUNDLE_BYTES >> 20} MiB |",
         f"| images, variants, producers | {limits.MAX_IMAGES:,}, {limits.MAX_VARIANTS:,}, {limits.MAX_VARIANTS:,} |",
         f"images of a variant | {variants.MAX_DEPLOYMENTS}, {variants.MAX_DEPLOYMENTS}, {limits.MAX_CHOICES} |",
