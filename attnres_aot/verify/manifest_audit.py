@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from attnres_aot.abi import KERNEL_PARAMS
 from attnres_aot.arch import parse_arch
+from attnres_aot.build.budgets import budget_for
 from attnres_aot.build.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, build_key
 from attnres_aot.build.sources import combined_digest, sources_digests
 from attnres_aot.bundle.manifest_check import variant_of
@@ -51,6 +52,8 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
             found = getattr(image, field)
             if found != launch[constant]:
                 yield f"image {image.name!r}: {field} is {found}, its sources say {launch[constant]}"
+        if image.budget != budget_for(spec, launch):
+            yield f"image {image.name!r}: budget is not what its sources allow"
         if image.build_key != build_key(spec, launch, parse_arch(manifest.arch.requested), facts):
             yield f"image {image.name!r}: build_key is not that of its spec, arch, launch shape, sources and toolchain"
 

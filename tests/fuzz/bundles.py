@@ -261,9 +261,9 @@ def main() -> int:
             judge.search(name)
             print(f"{name:<24}{len(data):>10,} bytes  {judge.slowest:6.2f} s of CPU")
             judge.slowest = max(before, judge.slowest)
-    for what, count in sorted(judge.taken.items()):
+    for what, count in sorted(judge.asked.items()):
         if what.startswith("a "):
-            print(f"{what:<32}{count:>8,} of {judge.asked[what]:,} taken")
+            print(f"{what:<32}{judge.taken[what]:>8,} of {count:,} taken")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"slowest answer {judge.slowest:.2f} s of CPU, peak memory {peak} MiB, {len(judge.failures)} failures")
     print("\n".join(judge.failures[:50]))

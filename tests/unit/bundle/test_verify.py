@@ -129,6 +129,7 @@ LIES = [
         message="critical_instructions: the manifest says 1, the binary",
     ),
     Lie(name="over budget", change=budget(smem_bytes=1), message="smem_static_bytes is 40, over its budget of 1"),
+    Lie(name="budget", change=budget(registers=200), message="budget is not what its sources allow"),
     Lie(name="image key", change=image(build_key="0" * 64), message="build_key is not that of its spec"),
     Lie(name="image twice", change=lambda raw: raw["images"].append(raw["images"][0]), message="occurs more than once"),
     Lie(
