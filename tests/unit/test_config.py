@@ -404,5 +404,5 @@ def test_a_bundle_serves_so_many_deployments_and_no_more():
         if count == MAX_DEPLOYMENTS:
             assert len(parse(text).deployments) == count
         else:
-            with pytest.raises(ConfigError, match="deployments: found 33; allowed: 1..32; spread them over several files"):
+            with pytest.raises(ConfigError, match=r"deployments: found 33; allowed: 1\.\.32; spread them over several"):
                 parse(text)
