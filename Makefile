@@ -38,8 +38,9 @@ test: $(TEST_STAMP) ## run the unit tests; no GPU needed
 prove-ptx: $(TEST_STAMP) ## run the PTX of every image on the CPU, against fp64; some ten minutes, see docs/ptx_machine.md
 	$(TEST_VENV)/bin/python -W ignore tests/ptx_machine/prove.py $(PROVE_FLAGS)
 
-fuzz: $(TEST_STAMP) ## read 200,000 mutated configuration files; some five minutes on two cores
+fuzz: $(TEST_STAMP) ## read 200,000 mutated configuration files and as many manifests, and bundles with a byte changed; some quarter of an hour
 	$(TEST_VENV)/bin/python tests/fuzz/yaml_files.py $(FUZZ_FLAGS)
+	$(TEST_VENV)/bin/python tests/fuzz/bundles.py $(FUZZ_FLAGS)
 
 check: $(TEST_STAMP) ## everything that CI runs: format, lint, types, tests
 	$(TEST_VENV)/bin/ruff format --check .

@@ -11,7 +11,7 @@ import re
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.records import dataclass
 
-_NAME = re.compile(r"sm_([1-9][0-9]*)([0-9])([af]?)")
+_NAME = re.compile(r"sm_([1-9][0-9]{0,3})([0-9])([af]?)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,7 +74,7 @@ def parse_arch(name: str) -> Arch:
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise UsageError(f"{name!r} is not a GPU architecture name{_hint(name)}; choose from {choices()}")
+        raise UsageError(f"{name!r:.80} is not a GPU architecture name{_hint(name)}; choose from {choices()}")
     return Arch(int(match[1]), int(match[2]), match[3])
 
 
@@ -86,7 +86,7 @@ def parse_buildable_arch(name: str) -> Arch:
     """
     arch = parse_arch(name)
     if arch not in BUILDABLE:
-        raise UsageError(f"no bundle can be built for {name!r}{_hint(name)}; choose from {choices()}")
+        raise UsageError(f"no bundle can be built for {name!r:.80}{_hint(name)}; choose from {choices()}")
     return arch
 
 

@@ -16,7 +16,17 @@ from typing import Any
 from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.arch import Arch
 from attnres_aot.errors import CompileError
-from attnres_aot.variants import ELEMS_PER_CTA, FEW_BLOCKS, ConsumerSpec, ImageSpec, PublishSpec, StatisticsSpec
+from attnres_aot.variants import (
+    ELEMS_PER_CTA,
+    FEW_BLOCKS,
+    ROWS_PER_CLUSTER,
+    SYMBOL_END,
+    ConsumerSpec,
+    ImageSpec,
+    PublishSpec,
+    StatisticsSpec,
+    kernel_symbol,
+)
 
 NARROW = (128, 1)
 """Threads per CTA, and 16-byte vectors per thread, where a row should be done soon."""
@@ -62,7 +72,7 @@ def launch_constants(spec: ImageSpec) -> dict[str, int]:
         "threads": threads,
         "vectors": vectors,
         "min_ctas_per_sm": _min_ctas_per_sm(spec),
-        "rows_per_cluster": 1,
+        "rows_per_cluster": ROWS_PER_CLUSTER,
         "smem_dynamic_bytes": 0,
         "pdl": True,
         **_early_loads(spec),
@@ -109,6 +119,8 @@ def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:
 
     shape = launch_constants(spec)
     kernel = _kernel(spec, shape)
+    symbol = kernel_symbol(str(spec)).removesuffix(SYMBOL_END)
+    kernel.kernel.set_name_prefix(symbol, keep_mangled_name=False)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="attnres-aot-") as folder:
         options = f"--gpu-arch={arch} --keep-cubin --keep-ptx --dump-dir={folder}"

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from attnres_aot.errors import BundleError
+from attnres_aot.errors import BundleError, clip
 from attnres_aot.records import dataclass, maker
 
 _T = TypeVar("_T")
@@ -70,9 +70,10 @@ def _decode(cls: Any, raw: dict[str, Any], where: str) -> Any:
 
 
 def _misnamed(layout: _Layout, raw: dict[str, Any], where: str) -> BundleError:
-    missing, unknown = sorted(set(layout.names) - raw.keys()), sorted(raw.keys() - set(layout.names))
+    missing = sorted(set(layout.names) - raw.keys()) or "none"
+    unknown = clip(str(sorted(raw.keys() - set(layout.names)) or "none"), 400)
     return BundleError(
-        f"{where}: manifest fields missing: {missing or 'none'}, unknown: {unknown or 'none'}; it was edited, or "
+        f"{where}: manifest fields missing: {missing}, unknown: {unknown}; it was edited, or "
         "written by another version: build it again with `attnres-aot build --arch ARCH`"
     )
 
@@ -164,4 +165,4 @@ def _read_tuple(hint: Any, readers: tuple[_Reader, ...], value: Any, where: str,
 
 def _mistyped(hint: Any, value: Any, where: str, name: str) -> BundleError:
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
-    return BundleError(f"{where}: manifest field {name!r}: expected {wanted}, found {value!r:.80}")
+    return BundleError(f"{where}: manifest field {name!r:.200}: expected {wanted}, found {value!r:.80}")

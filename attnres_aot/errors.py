@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_LONGEST_WORD = 200  # nothing that is offered comes near, and comparing takes quadratic time
+
 
 class AttnResError(Exception):
     """Base class of every error that this package raises on purpose."""
@@ -50,7 +52,17 @@ class DriverError(AttnResError, RuntimeError):
     """The CUDA driver is missing, too old, or refused a call; carries the driver's own error name."""
 
 
+def clip(text: str, limit: int) -> str:
+    """Cuts the middle out of a text of more than `limit` characters, so that no input makes a message long."""
+    if len(text) <= limit:
+        return text
+    head = limit * 2 // 3
+    return f"{text[:head]}...{text[head - limit :]}"
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Returns `" (did you mean 'x'?)"` for the closest of `choices`, or an empty string when none is close."""
+    if len(word) > _LONGEST_WORD:
+        return ""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

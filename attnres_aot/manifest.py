@@ -1,24 +1,41 @@
 """The manifest of a bundle: its records, and reading and writing them as canonical JSON.
 
 The manifest is the loader's only source of file names, symbols, launch facts and parameter layouts. It holds no
-time, path or host name, so equal inputs give equal bytes. `docs/bundle_format.md` describes the format.
+time, path or host name, so equal inputs give equal bytes. The file carries a digest of its own bytes: whoever changes
+one of them by accident or without thought is noticed. `docs/bundle_format.md` describes the format.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from collections import Counter
 from typing import Any
 
 from attnres_aot.abi import Param
 from attnres_aot.decoding import decode
-from attnres_aot.errors import BundleError
+from attnres_aot.errors import BundleError, clip
 from attnres_aot.records import dataclass
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of the manifest format that this package reads and writes."""
 MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a bundle folder."""
+IMAGE_SUFFIX = ".cubin"
+"""What follows an image's name in the name of its file."""
+MAX_MANIFEST_BYTES = 8 << 20
+"""Largest manifest that a reader accepts; Kimi K3's has 0.2 MB."""
+DIGEST_FIELD = "sha256"
+"""The field of the file, beside those of `Manifest`, that holds the digest of the file."""
+
+_BLANK = b"0" * 64
+_DIGEST_START = f'\n "{DIGEST_FIELD}": "'.encode("ascii")  # by its indentation a field of the outermost object
+_MAX_PARTS = 500_000  # lists, objects and fields; what json.loads makes of this many fits 200 MB
+_MAX_DIGITS = 18
+_ALPHABET = bytes(set(range(0x20, 0x7F)) - {ord("\\")}) + b"\n"
+_SHOW_DIGITS = bytes(b"0"[0] if byte in b"0123456789" else b"."[0] for byte in range(256))
+_MAX_MESSAGE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,36 +244,117 @@ def to_json(record: Any) -> Any:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Serialises a manifest as indented JSON with a final newline."""
-    return (json.dumps(to_json(manifest), indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode("ascii")
+    """Serialises a manifest as it stands in its file: canonical JSON, with the digest of these bytes."""
+    return seal(to_json(manifest))
+
+
+def seal(raw: dict[str, Any]) -> bytes:
+    """Serialises plain data as a manifest file: keys sorted, indented by one, a final newline, and its digest."""
+    text = json.dumps({**raw, DIGEST_FIELD: _BLANK.decode("ascii")}, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+    data = text.encode("ascii")
+    start = data.index(_DIGEST_START) + len(_DIGEST_START)
+    return data[:start] + _digest(data, start) + data[start + len(_BLANK) :]
+
+
+def _digest(data: bytes, start: int) -> bytes:
+    """Returns the digest of a manifest file with its 64 characters from `start`, the digest's own, taken as zeros."""
+    digest = hashlib.sha256(memoryview(data)[:start])
+    digest.update(_BLANK)
+    digest.update(memoryview(data)[start + len(_BLANK) :])
+    return digest.hexdigest().encode("ascii")
+
+
+def digest_problem(data: bytes) -> str | None:
+    """Says that a manifest file is not, to the last byte, as it was written, or None where it is."""
+    start = data.find(_DIGEST_START) + len(_DIGEST_START)
+    if start < len(_DIGEST_START) or data.find(_DIGEST_START, start) >= 0:
+        return "it does not hold its own digest once, in the place where the build writes it"
+    found, said = _digest(data, start), data[start : start + len(_BLANK)]
+    if found != said:
+        return f"its digest is {found.decode()}, but it says {said.decode('ascii', 'replace')}"
+    return None
 
 
 def load_manifest(data: bytes, where: str) -> Manifest:
-    """Parses a manifest; `where` names it in errors.
+    """Parses a manifest file; `where` names it in errors.
 
     Raises:
-      BundleError: not JSON, an unknown schema number, or a missing, unknown or ill-typed field.
+      BundleError: not JSON, an unknown schema number, not the bytes that were written, or a missing, unknown or
+        ill-typed field.
+    """
+    raw = parse_manifest(data, where)
+    check_digest(data, where)
+    return decode_manifest(raw, where)
+
+
+def check_digest(data: bytes, where: str) -> None:
+    """Checks that a manifest file is as it was written.
+
+    Raises:
+      BundleError: it is not.
+    """
+    if (problem := digest_problem(data)) is not None:
+        raise BundleError(f"{where}: changed after it was built: {problem}; build or copy the bundle again")
+
+
+def parse_manifest(data: bytes, where: str) -> dict[str, Any]:
+    """Parses a manifest file as plain data, in time and memory that its size bounds.
+
+    Raises:
+      BundleError: not JSON of plain ASCII without escapes, out of bounds, or of an unknown schema number.
     """
     try:
-        raw = json.loads(data, object_pairs_hook=_no_duplicates)
-    except ValueError as error:
-        raise BundleError(f"{where}: not a manifest: {error}") from error
+        raw = _parse_json(data)
     except RecursionError as error:
         raise BundleError(f"{where}: not a manifest: nested too deeply") from error
+    except ValueError as error:
+        raise BundleError(f"{where}: not a manifest: {clip(str(error), _MAX_MESSAGE)}") from error
     if not isinstance(raw, dict):
         raise BundleError(f"{where}: not a manifest: expected an object, found {type(raw).__name__}")
     schema = raw.get("schema")
-    if schema != SCHEMA or isinstance(schema, bool):
+    if type(schema) is not int or schema != SCHEMA:
         raise BundleError(
-            f"{where}: manifest schema {schema!r}, but this attnres-aot reads schema {SCHEMA}; "
+            f"{where}: manifest schema {schema!r:.80}, but this attnres-aot reads schema {SCHEMA}; "
             "rebuild the bundle, or install the attnres-aot release that built it"
         )
-    return decode(Manifest, raw, where)
+    return raw
+
+
+def decode_manifest(raw: dict[str, Any], where: str) -> Manifest:
+    """Reads the records out of a manifest's plain data.
+
+    Raises:
+      BundleError: a missing, unknown or ill-typed field.
+    """
+    fields = {name: value for name, value in raw.items() if name != DIGEST_FIELD}
+    try:
+        return decode(Manifest, fields, where)
+    except BundleError as error:
+        raise BundleError(clip(str(error), _MAX_MESSAGE)) from error
+
+
+def _parse_json(data: bytes) -> Any:
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{len(data)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
+    if foreign := data.translate(None, _ALPHABET):
+        raise ValueError(f"byte {foreign[0]:#04x} at {data.index(foreign[0])}; it is plain ASCII without escapes")
+    parts = data.count(b"[") + data.count(b"{") + data.count(b":")
+    if parts > _MAX_PARTS:
+        raise ValueError(f"{parts} lists, objects and fields; at most {_MAX_PARTS} are allowed")
+    # A digest may hold such a row of digits, too, so this says only when to look; json.loads is faster without a hook.
+    long_numbers = b"0" * (_MAX_DIGITS + 1) in data.translate(_SHOW_DIGITS)
+    return json.loads(data, object_pairs_hook=_no_duplicates, parse_int=_short_int if long_numbers else None)
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits; at most {_MAX_DIGITS} are allowed")
+    return int(digits)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} occurs twice in one object")
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {name!r:.80} occurs twice in one object")
     return result

@@ -6,7 +6,6 @@ Needs torch and this package, nothing else, so that it runs in a deployment imag
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import secrets
 import shlex
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnres_aot.bundle import Bundle, read_manifest_bytes
+from attnres_aot.bundle import Bundle
 from attnres_aot.checking import report
 from attnres_aot.checking.cases import MAX_ROWS, ROW_COUNTS, draw_banks
 from attnres_aot.checking.loaded import LoadedConsumer
@@ -168,7 +167,7 @@ def describe(consumer: LoadedConsumer, rows: tuple[int, ...], seed: int, seconds
     bundle = consumer.bundle
     return Setting(
         bundle=f"{bundle.manifest.name}-{bundle.manifest.arch.requested}",
-        manifest_sha256=hashlib.sha256(read_manifest_bytes(bundle.path)).hexdigest(),
+        manifest_sha256=bundle.manifest_sha256,
         variants_in_bundle=len(bundle.manifest.variants),
         images_in_bundle=len(bundle.manifest.images),
         device=consumer.device_name,

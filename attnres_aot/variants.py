@@ -35,16 +35,25 @@ FEW_BLOCKS = 8
 """Most saved blocks for which there is a wide shape; two vectors of more fill the registers."""
 MAX_SLOTS = 16
 """Most mailbox slots that one consumer sums."""
+MAX_DEPLOYMENTS = 32
+"""Most deployments, (tp, dcp) pairs, that one bundle serves."""
 NARROW_ROWS = 16
 """Most rows for which an ordinary consumer has the narrow shape; H200, 2026-11-30: faster or equal up to here."""
 MANY_BLOCKS, NARROW_ROWS_OF_MANY = 4, 8
 """Saved blocks from which on it is that many rows instead; measured likewise."""
 
+ROWS_PER_CLUSTER = 1
+"""Rows that one cluster of any kernel handles."""
+SYMBOL_END = "_cutlass_0"
+"""How the compiler ends a kernel's symbol. Its assembler makes other, unmeasured code where this word is missing."""
+
 STATISTICS, PUBLISH = "statistics", "publish"
 """Kernels of producers."""
 
-_PRODUCER_NAME = r"statistics-nb([1-9]\d*)|publish"
-_NAME = r"nb(\d+)(-delta)?(?:-write(\d+))?(-final)?(?:-ring(\d+))?(-aux)?(-stats)?"
+_PRODUCER_NAME = r"statistics-nb([1-9][0-9]{0,3})|publish"
+_NAME = r"nb([0-9]{1,4})(-delta)?(?:-write([0-9]{1,4}))?(-final)?(?:-ring([0-9]{1,4}))?(-aux)?(-stats)?"
+_CONSUMER_IMAGE = r"h([0-9]{1,6})-(?:stats|nb([0-9]{1,4}))(-delta)?(-final)?(?:-ring([0-9]{1,4}))?(-wide)?"
+_PRODUCER_IMAGE = r"h([0-9]{1,6})-(?:publish|statistics-nb([0-9]{1,4}))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -227,6 +236,14 @@ ImageSpec = ConsumerSpec | StatisticsSpec | PublishSpec
 """What an image is compiled from."""
 
 
+def kernel_symbol(image: str) -> str:
+    """Returns the symbol of the one kernel in the binary of the image called `image`.
+
+    It is the image's alone, so that code which got under another image's name is never found there.
+    """
+    return f"attnres_{image.replace('-', '_')}{SYMBOL_END}"
+
+
 def producer_spec_for(producer: Producer, hidden: int) -> StatisticsSpec | PublishSpec:
     """Returns the spec of the image that serves `producer` for rows of `hidden` elements."""
     if producer.nb is None:
@@ -270,6 +287,31 @@ def choices_for(variant: Variant, hidden: int) -> tuple[SpecChoice, ...]:
     return (SpecChoice(spec=narrow, max_rows=few), wide)
 
 
+def parse_image(name: str) -> ImageSpec:
+    """Parses an image name as written by `str(spec)`.
+
+    Raises:
+      UsageError: `name` is not an image's name.
+    """
+    spec: ImageSpec | None = None
+    if match := re.fullmatch(_CONSUMER_IMAGE, name):
+        hidden, nb, delta, final, slots, wide = match.groups()
+        spec = ConsumerSpec(
+            hidden=int(hidden),
+            nb=None if nb is None else int(nb),
+            has_delta=bool(delta),
+            final=bool(final),
+            slots=int(slots or 0),
+            wide=bool(wide),
+        )
+    elif match := re.fullmatch(_PRODUCER_IMAGE, name):
+        hidden, nb = match.groups()
+        spec = PublishSpec(hidden=int(hidden)) if nb is None else StatisticsSpec(hidden=int(hidden), nb=int(nb))
+    if spec is None or str(spec) != name:
+        raise UsageError(f"{name!r:.200} is not an image name, such as 'h7168-nb8-delta-ring8' or 'h7168-publish'")
+    return spec
+
+
 def parse_variant(name: str) -> Variant:
     """Parses a variant name as written by `str(variant)`.
 
@@ -279,7 +321,7 @@ def parse_variant(name: str) -> Variant:
     match = re.fullmatch(_NAME, name)
     if match is None:
         raise UsageError(
-            f"{name!r} is not a variant name; the form is nbN[-delta][-writeN][-final][-ringN][-aux][-stats], "
+            f"{name!r:.200} is not a variant name; the form is nbN[-delta][-writeN][-final][-ringN][-aux][-stats], "
             "e.g. 'nb8-delta-ring8-aux'"
         )
     nb, delta, write, final, slots, aux, stats = match.groups()
@@ -304,5 +346,5 @@ def parse_producer(name: str) -> Producer:
     """
     match = re.fullmatch(_PRODUCER_NAME, name)
     if match is None:
-        raise UsageError(f"{name!r} is not a producer name; the forms are statistics-nbN and publish")
+        raise UsageError(f"{name!r:.200} is not a producer name; the forms are statistics-nbN and publish")
     return Producer(kernel=PUBLISH) if match[1] is None else Producer(kernel=STATISTICS, nb=int(match[1]))

@@ -40,6 +40,7 @@ from attnres_aot.variants import (
     StatisticsSpec,
     Variant,
     choices_for,
+    kernel_symbol,
 )
 
 ARCHES = ("sm_90", "sm_100", "sm_120")
@@ -83,6 +84,7 @@ def check(job: tuple[str, ImageSpec]) -> tuple[str, int, str]:
     try:
         facts = prove_image(
             compile_image(spec, arch).cubin,
+            symbol=kernel_symbol(str(spec)),
             arch=arch,
             params=KERNEL_PARAMS[spec.kernel],
             block_threads=launch["threads"],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from attnres_aot.bench.points import MAX_ROWS, QUICK_ROWS, Selection
 from attnres_aot.bench.results import COLD, WARM, Report, Setting, numbers, read_report, report_json, write_atomically
 from attnres_aot.bench.rig import Rig
 from attnres_aot.bench.soak import CudaMachine, soak
-from attnres_aot.bundle import read_manifest_bytes
 from attnres_aot.errors import UsageError
 from attnres_aot.row_counts import parse_rows
 from attnres_aot.runtime.api import load
@@ -210,7 +208,7 @@ def describe(loaded: LoadedBundle, facts: GpuFacts, effort: Effort) -> Setting:
     manifest = loaded.bundle.manifest
     return Setting(
         bundle=f"{manifest.name}-{manifest.arch.requested}",
-        manifest_sha256=hashlib.sha256(read_manifest_bytes(loaded.bundle.path)).hexdigest(),
+        manifest_sha256=loaded.bundle.manifest_sha256,
         gpu=facts.name,
         driver=facts.driver,
         torch=facts.torch,

@@ -18,7 +18,7 @@ from attnres_aot.binary.elf_image import ElfImage, open_elf
 from attnres_aot.binary.kernel_facts import KernelFacts, read_kernels
 from attnres_aot.errors import BundleError, UsageError
 
-MAX_CUBIN_BYTES = 64 << 20
+MAX_CUBIN_BYTES = 1 << 20
 """Largest file that is read as a cubin; ours are tens of kilobytes."""
 
 _OSABI_OLD, _OSABI_NEW = 0x33, 0x41

@@ -16,10 +16,14 @@ from attnres_aot.errors import BundleError
 MAX_SECTIONS = 4096
 """Most sections that a cubin may have; ours have about 25."""
 
+MAX_SYMBOLS = 4096
+"""Most symbols that a cubin may have; ours have about 10."""
+
 MAX_NAME_BYTES = 4096
 """Longest section or symbol name; a C++ or DSL symbol has some hundreds of bytes."""
 
 _EI_OSABI = 7
+_NOT_IN_FILE = ("SHT_NULL", "SHT_NOBITS")
 _STT_FUNC = 2
 _SYMBOL = struct.Struct("<IBBHQQ")
 # What pyelftools raises on damaged headers, string tables and offsets.
@@ -119,6 +123,8 @@ def _sections(elf: ELFFile, data: bytes) -> tuple[Section, ...]:
         struct_parse(elf.structs.Elf_Shdr, stream, elf["e_shoff"] + index * elf["e_shentsize"])
         for index in range(elf["e_shnum"])
     ]
+    if sum(header["sh_size"] for header in headers if header["sh_type"] not in _NOT_IN_FILE) > 2 * len(data):
+        raise BundleError(f"not a cubin: its sections hold more than a file of {len(data)} bytes can")
     names = _content(headers[elf["e_shstrndx"]], data)
     return tuple(
         Section(name=_name(names, header["sh_name"]), size=header["sh_size"], data=_content(header, data))
@@ -127,7 +133,7 @@ def _sections(elf: ELFFile, data: bytes) -> tuple[Section, ...]:
 
 
 def _content(header: Container, data: bytes) -> bytes:
-    if header["sh_type"] in ("SHT_NULL", "SHT_NOBITS"):
+    if header["sh_type"] in _NOT_IN_FILE:
         return b""
     offset, size = header["sh_offset"], header["sh_size"]
     if offset + size > len(data):
@@ -136,7 +142,7 @@ def _content(header: Container, data: bytes) -> bytes:
 
 
 def _symbols(table: bytes, names: bytes) -> tuple[Symbol, ...]:
-    if len(table) % _SYMBOL.size:
+    if len(table) % _SYMBOL.size or len(table) > MAX_SYMBOLS * _SYMBOL.size:
         raise BundleError(f"not a cubin: a symbol table of {len(table)} bytes")
     return tuple(
         Symbol(name=_name(names, name), is_function=info & 0xF == _STT_FUNC, other=other)
@@ -145,9 +151,9 @@ def _symbols(table: bytes, names: bytes) -> tuple[Symbol, ...]:
 
 
 def _name(table: bytes, offset: int) -> str:
-    end = table.find(b"\0", offset)
+    end = table.find(b"\0", offset, offset + MAX_NAME_BYTES + 1)
+    if end < 0 and offset + MAX_NAME_BYTES < len(table):
+        raise BundleError(f"not a cubin: a name of more than {MAX_NAME_BYTES} bytes, which is the limit")
     if end < 0:
         raise BundleError("not a cubin: a name lies outside of its string table")
-    if end - offset > MAX_NAME_BYTES:
-        raise BundleError(f"not a cubin: a name of {end - offset} bytes; the limit is {MAX_NAME_BYTES}")
     return table[offset:end].decode("ascii", "backslashreplace")

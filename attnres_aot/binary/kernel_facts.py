@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from attnres_aot.binary.elf_image import ElfImage, Section, Symbol
 from attnres_aot.errors import BundleError
 
+MAX_KERNELS = 16
+"""Most kernels that a cubin may have; ours have one."""
 INSTRUCTION_BYTES = 16
 """Size of one SASS instruction on every supported arch."""
 RESERVED_SMEM_BYTES = 1024
@@ -99,11 +101,12 @@ def read_kernels(elf: ElfImage) -> tuple[KernelFacts, ...]:
       BundleError: the cubin's records are damaged or contradict each other.
     """
     totals = _totals(elf)
-    kernels = [
-        _kernel(elf, symbol, totals[index])
-        for index, symbol in enumerate(elf.symbols)
-        if symbol.is_function and symbol.other & _ENTRY
+    entries = [
+        (index, symbol) for index, symbol in enumerate(elf.symbols) if symbol.is_function and symbol.other & _ENTRY
     ]
+    if len(entries) > MAX_KERNELS:
+        raise BundleError(f"not a cubin of ours: {len(entries)} kernels; the limit is {MAX_KERNELS}")
+    kernels = [_kernel(elf, symbol, totals[index]) for index, symbol in entries]
     return tuple(sorted(kernels, key=lambda kernel: kernel.symbol))
 
 
@@ -163,6 +166,7 @@ def _kernel(elf: ElfImage, symbol: Symbol, totals: Mapping[int, int]) -> KernelF
             values[attribute] = value
     base, param_bytes = _param_block(values)
     shared = elf.find(f".nv.shared.{symbol.name}")
+    opcodes = _opcodes(text.data)
     limit = _extent(values, _MAX_THREADS)
     return KernelFacts(
         symbol=symbol.name,
@@ -175,13 +179,13 @@ def _kernel(elf: ElfImage, symbol: Symbol, totals: Mapping[int, int]) -> KernelF
         registers=totals[_REGCOUNT],
         stack_bytes=max(totals[_FRAME_SIZE], totals.get(_MIN_STACK_SIZE, 0)),
         spill_bytes=_spill_bytes(text.data, values.get(_ANNOTATIONS, b"")),
-        local_instructions=_count(text.data, (_LDL, _STL)),
+        local_instructions=_count(opcodes, (_LDL, _STL)),
         smem_static_bytes=_smem_bytes(shared),
         uses_smem=shared is not None and shared.size > 0,
-        pdl=_count(text.data, (_PREEXIT, _ACQBULK)) > 0,
+        pdl=_count(opcodes, (_PREEXIT, _ACQBULK)) > 0,
         instructions=len(text.data) // INSTRUCTION_BYTES,
-        critical_instructions=_critical_instructions(text.data),
-        split_shuffles=_split_shuffles(text.data),
+        critical_instructions=_critical_instructions(opcodes),
+        split_shuffles=_split_shuffles(text.data, opcodes),
     )
 
 
@@ -227,16 +231,18 @@ def _spill_bytes(code: bytes, annotations: bytes) -> int:
     return total
 
 
-def _count(code: bytes, opcodes: tuple[int, ...]) -> int:
-    return sum(opcode in opcodes for opcode in _opcodes(code))
+def _count(opcodes: list[int], wanted: tuple[int, ...]) -> int:
+    return sum(map(opcodes.count, wanted))
 
 
-def _opcodes(code: bytes) -> Iterator[int]:
-    return ((code[i] | code[i + 1] << 8) & 0xFFF for i in range(0, len(code) - 1, INSTRUCTION_BYTES))
+def _opcodes(code: bytes) -> list[int]:
+    """Returns the low 12 bits of every instruction."""
+    whole = code[: len(code) // INSTRUCTION_BYTES * INSTRUCTION_BYTES]
+    words = struct.unpack(f"<{len(whole) // 2}H", whole)
+    return [word & 0xFFF for word in words[:: INSTRUCTION_BYTES // 2]]
 
 
-def _critical_instructions(code: bytes) -> int:
-    opcodes = list(_opcodes(code))
+def _critical_instructions(opcodes: list[int]) -> int:
     exits = [i for i, opcode in enumerate(opcodes) if opcode == _EXIT] or [len(opcodes) - 1]
     wait = next((i for i, opcode in enumerate(opcodes[: exits[-1]]) if opcode == _ACQBULK), None)
     if wait is not None:
@@ -246,9 +252,9 @@ def _critical_instructions(code: bytes) -> int:
     return exits[0] + 1
 
 
-def _split_shuffles(code: bytes) -> int:
+def _split_shuffles(code: bytes, opcodes: list[int]) -> int:
     whole, found = True, 0
-    for index, opcode in enumerate(_opcodes(code)):
+    for index, opcode in enumerate(opcodes):
         if opcode == _YIELD:
             whole = False
         elif opcode in _WARPSYNC or (opcode == _BRA and _instruction(code, INSTRUCTION_BYTES * index) & _DIV):

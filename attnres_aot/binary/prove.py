@@ -34,12 +34,13 @@ class ImageFacts:
 
 
 def prove_image(
-    cubin: bytes, *, arch: Arch, params: tuple[Param, ...], block_threads: int, budget: BudgetRecord
+    cubin: bytes, *, symbol: str, arch: Arch, params: tuple[Param, ...], block_threads: int, budget: BudgetRecord
 ) -> ImageFacts:
     """Checks that a binary is the image that was asked for.
 
     Args:
       cubin: The whole file.
+      symbol: What its one kernel must be called.
       arch: The target it must name, suffix included.
       params: The parameter list its kernel must take.
       block_threads: Threads per CTA, in x, that its kernel must fix.
@@ -62,6 +63,8 @@ def prove_image(
         found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
         problems.append(f"kernels: asked for exactly one, found {len(facts.kernels)}: {found:.400}")
     else:
+        if facts.kernels[0].symbol != symbol:
+            problems.append(f"symbol: asked {symbol!r}, found {facts.kernels[0].symbol!r:.300}")
         problems += launch_problems(facts.kernels[0], params=params, block_threads=block_threads)
         problems += _resource_problems(facts.kernels[0], budget)
         problems += convergence_problems(facts.kernels[0])

@@ -10,8 +10,9 @@ from attnres_aot.binary.prove import prove_image
 from attnres_aot.build.budgets import budget_for
 from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.keys import BuildFacts, WantedImage
-from attnres_aot.bundle.writer import IMAGE_SUFFIX
+from attnres_aot.bundle.audit import statistics_held
 from attnres_aot.manifest import (
+    IMAGE_SUFFIX,
     SCHEMA,
     ArchRecord,
     Choice,
@@ -24,6 +25,9 @@ from attnres_aot.manifest import (
     VariantRecord,
 )
 from attnres_aot.plan import Plan, PlannedVariant
+from attnres_aot.settings import Deployment
+from attnres_aot.tables import BatchTable, Span
+from attnres_aot.variants import kernel_symbol
 
 
 def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> ImageRecord:
@@ -35,6 +39,7 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
     budget = budget_for(wanted.spec, wanted.launch)
     facts = prove_image(
         image.cubin,
+        symbol=kernel_symbol(wanted.name),
         arch=plan.arch,
         params=KERNEL_PARAMS[wanted.kernel],
         block_threads=image.block_threads,
@@ -67,6 +72,8 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
     """Returns the manifest of a bundle of `images`, which are in the plan's order and all proven for its arch."""
     config = plan.config
     model, mailbox = config.model, config.mailbox
+    variants = tuple(_variant_record(planned) for planned in plan.variants)
+    held = statistics_held(variants)
     return Manifest(
         schema=SCHEMA,
         name=config.name,
@@ -82,17 +89,11 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
         ),
         mailbox=MailboxRecord(capacity=mailbox.capacity, slots=plan.slots),
         tables=tuple(
-            TableRecord(
-                tp=deployment.tp,
-                dcp=deployment.dcp,
-                attn_stats=str(deployment.attn_stats),
-                attn_stats_blocks=str(deployment.attn_stats_blocks),
-            )
-            for deployment in plan.deployments
+            _table_record(deployment, held.get(deployment.pair, frozenset())) for deployment in plan.deployments
         ),
         abis={kernel: KERNEL_PARAMS[kernel] for kernel in sorted({image.kernel for image in images})},
         images=tuple(images),
-        variants=tuple(_variant_record(planned) for planned in plan.variants),
+        variants=variants,
         producers=tuple(
             ProducerRecord(
                 name=str(planned.producer),
@@ -103,6 +104,25 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
             )
             for planned in plan.producers
         ),
+    )
+
+
+def _table_record(deployment: Deployment, held: frozenset[int]) -> TableRecord:
+    """Returns a deployment's tables, cut to the numbers of saved blocks for which the bundle holds what they need."""
+    rows = BatchTable(
+        spans=tuple(Span(first=first, last=last, value=1) for first, last in deployment.attn_stats.switched_on())
+    )
+    blocks = BatchTable(
+        spans=tuple(
+            Span(first=nb, last=nb, value=1) for nb in sorted(held) if deployment.attn_stats_blocks.get(nb) == 1
+        )
+    ).canonical()
+    used = bool(rows.spans and blocks.spans)
+    return TableRecord(
+        tp=deployment.tp,
+        dcp=deployment.dcp,
+        attn_stats=str(rows) if used else "",
+        attn_stats_blocks=str(blocks) if used else "",
     )
 
 

@@ -7,6 +7,7 @@ fails loses at most the images in work. The bundle itself changes in one step at
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import resource
 import shutil
 import time
@@ -27,6 +28,8 @@ from attnres_aot.errors import BundleError, CompileError
 from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, dump_manifest
 from attnres_aot.plan import Plan
 
+_SHOWN_NAMES = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
@@ -38,10 +41,8 @@ class BuildRequest:
     """Folder that holds the bundle."""
     pool: PoolSettings
     """How to compile."""
-    narrowed: bool = False
-    """The plan is a part of its configuration; it replaces no bundle that holds more, unless forced."""
     force: bool = False
-    """Compile everything again."""
+    """Compile everything again, and replace a bundle though something that it holds is lost."""
     keep_going: bool = False
     """After a failure, go on with the other images."""
 
@@ -68,7 +69,7 @@ def preview(request: BuildRequest, facts: BuildFacts) -> Preview:
       BundleError: the build would be refused.
     """
     try:
-        check_replaceable(request.path)
+        check_replaceable(request.path, force=request.force)
         inventory = take_stock(request.path)
         _refuse_to_lose_variants(request, inventory)
         decided = steps(wanted_images(request.plan, facts), inventory, facts, force=request.force)
@@ -106,7 +107,7 @@ def _impossible(request: BuildRequest, error: OSError) -> BundleError:
 
 def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, start: float) -> BuildReport:
     """Builds as the only builder of the target."""
-    with hold_target(request.path) as target, _scratch(request.path) as scratch:
+    with hold_target(request.path, force=request.force) as target, _scratch(request.path) as scratch:
         seen = preview(request, facts)
         if seen.unchanged:
             take_stock(request.path).store.clear()
@@ -237,23 +238,30 @@ def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory
     names = {MANIFEST_NAME, *(record.file for record in records)}
     if {entry.name for entry in request.path.iterdir()} != names:
         return False
-    return read_manifest_bytes(request.path) == dump_manifest(assemble(request.plan, facts, records))
+    data = dump_manifest(assemble(request.plan, facts, records))
+    return inventory.bundle.manifest_sha256 == hashlib.sha256(data).hexdigest()
 
 
 def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> None:
-    if not request.narrowed or request.force or inventory.bundle is None:
+    """Refuses to replace a bundle by one that holds less, or that is of another model."""
+    if request.force or inventory.bundle is None:
         return
     manifest = inventory.bundle.manifest
+    lost = []
+    if manifest.model.hidden != request.plan.config.model.hidden_size:
+        lost.append(f"all code for rows of {manifest.model.hidden} elements")
     variants = {record.name for record in manifest.variants} - {str(item.variant) for item in request.plan.variants}
     producers = {record.name for record in manifest.producers}
     producers -= {str(item.producer) for item in request.plan.producers}
     tables = {(table.tp, table.dcp) for table in manifest.tables} - {item.pair for item in request.plan.deployments}
-    if variants or producers or tables:
-        counted = ((variants, "variant"), (producers, "producer"))
-        lost = [f"{len(names)} {noun}{'s' * (len(names) != 1)}" for names, noun in counted if names]
-        lost += [f"(tp, dcp) {pair}" for pair in sorted(tables)]
+    for names, noun in ((variants, "variant"), (producers, "producer")):
+        if names:
+            shown = ", ".join(sorted(names)[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+            lost.append(f"{len(names)} {noun}{'s' * (len(names) != 1)} ({shown})")
+    lost += [f"(tp, dcp) {pair}" for pair in sorted(tables)]
+    if lost:
         raise BundleError(
-            f"this part of the plan would replace {str(request.path)!r} and lose {', '.join(lost)} that it holds; "
+            f"this plan would replace {str(request.path)!r} and lose {', '.join(lost)} that it holds; "
             "write elsewhere with --out, or replace it with --force"
         )
 

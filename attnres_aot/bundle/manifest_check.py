@@ -1,55 +1,52 @@
-"""What a well-formed manifest must also be: names that are safe and unique, references that resolve, sane numbers.
+"""What a well-formed manifest must also be before a reader believes it.
 
-`manifest.load_manifest` checks types only. These checks need nothing but the manifest, so readers run them on every
-bundle before they trust a file name or a launch fact in it.
+`manifest.load_manifest` checks bytes and types. These checks need nothing but the manifest: names are safe and unique,
+references resolve, numbers are sane, and what follows from a name (an image's shape, its file and symbol; which images
+may serve a variant) is what the name says. They are quick, so the loader makes them at every load; what else the parts
+of a manifest promise each other is in `audit`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from attnres_aot.abi import KIND_BYTES, Param
 from attnres_aot.arch import parse_arch
+from attnres_aot.bundle.image_check import ImageFit, fit_of, image_problems, spec_of
+from attnres_aot.bundle.limits import size_problems
+from attnres_aot.bundle.names import is_digest, name_problem
 from attnres_aot.errors import UsageError
-from attnres_aot.manifest import MANIFEST_NAME, Choice, ImageRecord, Manifest, ProducerRecord, VariantRecord, to_json
-from attnres_aot.variants import ConsumerKey, Producer, Variant, variant_name
+from attnres_aot.manifest import Choice, Manifest, ProducerRecord, VariantRecord
+from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerKey, Producer, Variant, parse_producer, variant_name
 
-MAX_NAME_CHARS = 128
-"""Longest file, image or bundle name."""
-MAX_IMAGE_BYTES = 64 << 20
-"""Largest image file that a reader accepts."""
-MAX_CLUSTER_CTAS = 16
-"""Largest cluster that any GPU launches."""
-MAX_BLOCK_THREADS = 1024
-"""Largest CTA that any GPU launches."""
-
-_HEX = frozenset("0123456789abcdef")
-_DIGEST_CHARS = 64
-_PUNCTUATION = "._+-"
-_SAFE = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" + _PUNCTUATION)
-
-
-def name_problem(name: str) -> str | None:
-    """Says why `name` cannot name a file of a bundle, or None when it can.
-
-    A good name is one path component of letters, digits and `._+-` that does not start with a dot, so it can neither
-    leave the folder nor hide in it.
-    """
-    if len(name) > MAX_NAME_CHARS:
-        return f"{name[:40]!r}... is {len(name)} characters long; at most {MAX_NAME_CHARS} are allowed"
-    if not name or name[0] in _PUNCTUATION or not _SAFE.issuperset(name):
-        return f"{name!r} is not a safe file name (letters, digits and ._+- only, no leading dot)"
-    return None
+MAX_PROBLEMS = 100
+"""Most problems that are listed; a manifest may be wrong in more ways than anybody reads."""
 
 
 def manifest_problems(manifest: Manifest) -> list[str]:
-    """Lists everything that makes a well-typed manifest unusable, in manifest order; empty when it is fine."""
-    problems = [*_arch_problems(manifest)]
-    if (problem := name_problem(manifest.name)) is not None:
-        problems.append(f"name: {problem}")
+    """Lists what makes a well-typed manifest unusable, in manifest order, up to MAX_PROBLEMS; empty when it is fine."""
+    return list(islice(size_problems(manifest), MAX_PROBLEMS)) or list(islice(_problems(manifest), MAX_PROBLEMS))
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    yield from _header_problems(manifest)
     for name, params in manifest.abis.items():
-        problems.extend(f"abis.{name}: {problem}" for problem in _abi_problems(params))
+        yield from (f"abis.{name}: {problem}" for problem in _abi_problems(params))
+    yield from _name_problems(manifest)
+    fits: dict[str, ImageFit | None] = {}
+    for image in manifest.images:
+        spec = spec_of(image.name)
+        fits[image.name] = None if spec is None else fit_of(spec)
+        yield from (f"image {image.name!r:.80}: {problem}" for problem in image_problems(image, spec, manifest))
+    for variant in manifest.variants:
+        yield from (f"variant {variant.name!r:.80}: {problem}" for problem in _variant_problems(variant, fits))
+    for producer in manifest.producers:
+        yield from (f"producer {producer.name!r:.80}: {problem}" for problem in _producer_problems(producer, fits))
+
+
+def _name_problems(manifest: Manifest) -> Iterator[str]:
     for what, names in (
         ("image name", (image.name for image in manifest.images)),
         ("image file", (image.file for image in manifest.images)),
@@ -57,22 +54,22 @@ def manifest_problems(manifest: Manifest) -> list[str]:
         ("producer name", (producer.name for producer in manifest.producers)),
         ("table", (f"tp {table.tp}, dcp {table.dcp}" for table in manifest.tables)),
     ):
-        problems.extend(f"{what} {name!r} occurs more than once" for name in _repeated(names))
-    for image in manifest.images:
-        problems.extend(f"image {image.name!r:.80}: {problem}" for problem in _image_problems(image, manifest))
-    kernels = {image.name: image.kernel for image in manifest.images}
-    for variant in manifest.variants:
-        problems.extend(f"variant {variant.name!r:.80}: {problem}" for problem in _variant_problems(variant, kernels))
-    for producer in manifest.producers:
-        problems.extend(
-            f"producer {producer.name!r:.80}: {problem}" for problem in _producer_problems(producer, kernels)
-        )
-    return problems
+        for name in _repeated(names):
+            yield f"{what} {name!r:.200} occurs more than once"
 
 
-def _arch_problems(manifest: Manifest) -> Iterator[str]:
-    with_problem = ((field, _arch_problem(name)) for field, name in to_json(manifest.arch).items())
-    yield from (f"arch.{field}: {problem}" for field, problem in with_problem if problem)
+def _header_problems(manifest: Manifest) -> Iterator[str]:
+    arch = manifest.arch
+    for field, name in (("requested", arch.requested), ("proven", arch.proven)):
+        if (problem := _arch_problem(name)) is not None:
+            yield f"arch.{field}: {problem}"
+    if arch.requested != arch.proven:
+        yield f"arch: {arch.requested!r:.40} was requested, but {arch.proven!r:.40} is proven"
+    if (problem := name_problem(manifest.name)) is not None:
+        yield f"name: {problem}"
+    for field, digest in (("config_sha256", manifest.config_sha256), ("sources_sha256", manifest.sources_sha256)):
+        if not is_digest(digest):
+            yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
 
 
 def _arch_problem(name: str) -> str | None:
@@ -101,59 +98,48 @@ def _abi_problems(params: tuple[Param, ...]) -> Iterator[str]:
         yield f"parameter {name!r} occurs more than once"
 
 
-def _image_problems(image: ImageRecord, manifest: Manifest) -> Iterator[str]:
-    for field, name in (("name", image.name), ("file", image.file)):
-        if (problem := name_problem(name)) is not None:
-            yield f"{field} {problem}"
-    if image.file == MANIFEST_NAME:
-        yield f"file {image.file!r} is the manifest's own name"
-    for field, digest in (("sha256", image.sha256), ("build_key", image.build_key)):
-        if len(digest) != _DIGEST_CHARS or not _HEX.issuperset(digest):
-            yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
-    if image.abi not in manifest.abis:
-        yield f"abi {image.abi!r} is not one of {', '.join(manifest.abis) or 'none'}"
-    for field, value, low, high in (
-        ("size", image.size, 1, MAX_IMAGE_BYTES),
-        ("cluster", image.cluster, 1, MAX_CLUSTER_CTAS),
-        ("rows_per_cluster", image.rows_per_cluster, 1, 1 << 16),
-        ("block_threads", image.block_threads, 1, MAX_BLOCK_THREADS),
-        ("smem_static_bytes", image.smem_static_bytes, 0, 1 << 20),
-        ("smem_dynamic_bytes", image.smem_dynamic_bytes, 0, 1 << 20),
-        ("registers", image.registers, 0, 255),
-        ("stack_bytes", image.stack_bytes, 0, 1 << 20),
-        ("spill_bytes", image.spill_bytes, 0, 1 << 20),
-        ("critical_instructions", image.critical_instructions, 0, MAX_IMAGE_BYTES),
-    ):
-        if not low <= value <= high:
-            yield f"{field} is {value}; {low} to {high} is possible"
-
-
-def _variant_problems(variant: VariantRecord, kernels: Mapping[str, str]) -> Iterator[str]:
+def _variant_problems(variant: VariantRecord, fits: Mapping[str, ImageFit | None]) -> Iterator[str]:
     name = variant_name(
         variant.nb, variant.has_delta, variant.write, variant.final, variant.slots, variant.aux, variant.stats
     )
     if name != variant.name:
         yield f"its fields describe {name!r}"
-    yield from _choice_problems(variant.choices, "consumer", kernels)
+    if not 0 <= variant.nb <= MAX_BLOCKS:
+        yield f"nb is {variant.nb}; 0 to {MAX_BLOCKS} is possible"
+    if variant.write not in (None, variant.nb):
+        yield f"write is {variant.write}; a block is only ever written at nb, which is {variant.nb}"
+    if not 0 <= variant.slots <= MAX_SLOTS:
+        yield f"slots is {variant.slots}; 0 to {MAX_SLOTS} is possible"
+    if variant.nb == 0 and (variant.slots or variant.stats):
+        yield "a consumer of no saved blocks has no mailbox and no statistics"
+    fit = ("consumer", None if variant.stats else variant.nb, variant.has_delta, variant.final, variant.slots)
+    yield from _choice_problems(variant.choices, fit, fits)
 
 
-def _producer_problems(producer: ProducerRecord, kernels: Mapping[str, str]) -> Iterator[str]:
+def _producer_problems(producer: ProducerRecord, fits: Mapping[str, ImageFit | None]) -> Iterator[str]:
+    try:
+        parse_producer(producer.name)
+    except UsageError as error:
+        yield str(error)
     if str(producer_of(producer)) != producer.name:
-        yield f"its fields describe {str(producer_of(producer))!r}"
-    yield from _choice_problems(producer.choices, producer.kernel, kernels)
+        yield f"its fields describe {str(producer_of(producer))!r:.80}"
+    yield from _choice_problems(producer.choices, (producer.kernel, producer.nb, False, False, 0), fits)
 
 
-def _choice_problems(choices: tuple[Choice, ...], kernel: str, kernels: Mapping[str, str]) -> Iterator[str]:
-    if len(choices) == 1 and choices[0].max_rows is None and kernels.get(choices[0].image) == kernel:
-        return  # as most are
+def _choice_problems(
+    choices: tuple[Choice, ...], wanted: ImageFit, fits: Mapping[str, ImageFit | None]
+) -> Iterator[str]:
     for choice in choices:
-        if choice.image not in kernels:
-            yield f"image {choice.image!r} is not in the bundle"
-        elif kernels[choice.image] != kernel:
-            yield f"image {choice.image!r} is of kernel {kernels[choice.image]!r}, not {kernel!r}"
+        if choice.image not in fits:
+            yield f"image {choice.image!r:.80} is not in the bundle"
+        elif (fit := fits[choice.image]) is not None and fit != wanted:
+            if fit[0] != wanted[0]:
+                yield f"image {choice.image!r:.80} is of kernel {fit[0]!r}, not {wanted[0]!r:.40}"
+            else:
+                yield f"image {choice.image!r:.80} is code for something else"
     rows = [choice.max_rows for choice in choices]
-    bounds = [bound for bound in rows if bound is not None]
-    if not rows or rows[-1] is not None or len(bounds) != len(rows) - 1 or bounds != sorted(set(bounds)):
+    bounds = [0, *(bound for bound in rows if bound is not None)]
+    if not rows or rows[-1] is not None or len(bounds) != len(rows) or bounds != sorted(set(bounds)):
         yield f"its row limits {rows} are not ascending with an open end"
 
 

@@ -1,8 +1,7 @@
-"""Reading a bundle folder: its manifest, and its image files with size and digest checked.
+"""Reading a bundle: its manifest and its image files, from one moment, all of them checked.
 
-Only regular files directly in the folder are ever read. A symbolic link, a name that leaves the folder, an over-long
-name or an unknown schema number is refused, so that a bundle from elsewhere can do no more than fail to load. The
-folder itself may be reached through a link (deployments point `current` at a release that way).
+A bundle is read as a whole, so nothing that happens to its folder afterwards, be it damaged, replaced or reached by
+another path, changes what a process has. A bundle from elsewhere can do no more than fail to load.
 
 Standard library only: the deployment loader imports this module.
 """
@@ -11,108 +10,115 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
+from collections.abc import Mapping
 from pathlib import Path
 
-from attnres_aot.bundle.manifest_check import MAX_IMAGE_BYTES, manifest_problems, name_problem
-from attnres_aot.errors import BundleError
-from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, load_manifest
+from attnres_aot.bundle.folder import Folder, read_at_once
+from attnres_aot.bundle.limits import MAX_IMAGE_BYTES
+from attnres_aot.bundle.manifest_check import manifest_problems
+from attnres_aot.errors import BundleError, clip
+from attnres_aot.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, ImageRecord, Manifest, load_manifest
 from attnres_aot.records import dataclass
 
-MAX_MANIFEST_BYTES = 16 << 20
-"""Largest manifest that a reader accepts."""
-
 _SHOWN_PROBLEMS = 20
+_SHOWN_CHARS = 400  # of each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A bundle whose manifest has been read and checked; image files are read on demand."""
+    """A bundle that has been read: a checked manifest, and its image files as they were at that moment."""
 
     path: Path
     """The bundle folder, as given."""
     manifest: Manifest
     """What the bundle promises."""
+    manifest_sha256: str
+    """Digest of the manifest file."""
+    files: Mapping[str, bytes]
+    """The image files that are as the manifest says, by file name."""
+    damage: Mapping[str, str]
+    """What is wrong with the other image files, by file name."""
 
 
 def read_bundle(path: str | os.PathLike[str]) -> Bundle:
-    """Reads and checks a bundle's manifest; opens no image file.
+    """Reads a bundle: checks its manifest, and every image file by size and digest.
+
+    Damage to image files is no error yet: `read_image` raises it, and `Bundle.damage` lists it.
 
     Raises:
       BundleError: no such folder, no manifest in it, or a manifest that is not usable; lists every problem.
     """
-    folder = Path(path)
-    data = read_manifest_bytes(folder)
-    where = str(folder / MANIFEST_NAME)
-    manifest = load_manifest(data, where)
-    problems = manifest_problems(manifest)
-    if problems:
-        shown = problems[:_SHOWN_PROBLEMS]
-        rest = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
-        lines = "".join(f"\n  {line}" for line in [*shown, *rest])
-        raise BundleError(f"{where}: the manifest contradicts itself; rebuild the bundle:{lines}")
-    return Bundle(path=folder, manifest=manifest)
+    return read_at_once(Path(path), _read_folder, lambda bundle: not bundle.damage)
 
 
-def read_manifest_bytes(folder: Path) -> bytes:
+def read_manifest_bytes(path: Path) -> bytes:
     """Reads the manifest file of a bundle folder without interpreting it.
 
     Raises:
       BundleError: no such folder, not a folder, no manifest in it, or not a plain readable file.
     """
-    if not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
-        found = "it is not a folder" if os.path.lexists(folder) else "there is no such folder"
+    return read_at_once(path, manifest_bytes)
+
+
+def manifest_bytes(folder: Folder) -> bytes:
+    """Reads the manifest file of an open folder; raises as `read_manifest_bytes` does."""
+    if not folder.holds(MANIFEST_NAME):
         raise BundleError(
-            f"no bundle at {str(folder)!r}: {found}; build one with `attnres-aot build --arch ARCH --out DIR`"
-        )
-    if not os.path.lexists(folder / MANIFEST_NAME):
-        raise BundleError(
-            f"no bundle at {str(folder)!r}: it holds no {MANIFEST_NAME}; give a folder that was written by "
+            f"no bundle at {str(folder.path)!r}: it holds no {MANIFEST_NAME}; give a folder that was written by "
             "'attnres-aot build'"
         )
-    return read_plain_file(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    return folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
 
 def read_image(bundle: Bundle, image: ImageRecord) -> bytes:
-    """Reads the file of `image` and checks its size and digest against the manifest.
+    """Returns the file of `image`.
+
+    Raises:
+      BundleError: the file was missing, not a plain file, or not the one that the manifest describes.
+    """
+    data = bundle.files.get(image.file)
+    if data is None:
+        raise BundleError(bundle.damage[image.file])
+    return data
+
+
+def image_bytes(folder: Folder, image: ImageRecord) -> bytes:
+    """Reads the file of `image` from an open folder and checks its size and digest.
 
     Raises:
       BundleError: the file is missing, not a plain file, or not the one that the manifest describes.
     """
-    data = read_plain_file(bundle.path, image.file, MAX_IMAGE_BYTES)
-    where = f"{bundle.path / image.file}"
-    advice = "the bundle is damaged or was replaced while in use; load it again or rebuild it"
+    data = folder.read(image.file, MAX_IMAGE_BYTES)
+    problem = ""
     if len(data) != image.size:
-        raise BundleError(f"{where}: {len(data)} bytes, but the manifest says {image.size}; {advice}")
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != image.sha256:
-        raise BundleError(f"{where}: sha256 is {digest}, but the manifest says {image.sha256}; {advice}")
+        problem = f"{len(data)} bytes, but the manifest says {image.size}"
+    elif (digest := hashlib.sha256(data).hexdigest()) != image.sha256:
+        problem = f"sha256 is {digest}, but the manifest says {image.sha256}"
+    if problem:
+        raise BundleError(f"{folder.path / image.file}: {problem}; the bundle is damaged: copy or build it again")
     return data
 
 
-def read_plain_file(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Reads a regular file that lies directly in `folder`, following no link and blocking on no pipe.
-
-    Raises:
-      BundleError: unsafe name, missing, a link or anything else than a plain file, larger than `max_bytes`, unreadable.
-    """
-    problem = name_problem(name)
-    if problem is not None:
-        raise BundleError(f"{folder}: {problem}")
-    where = folder / name
-    try:
-        mode = os.lstat(where).st_mode
-        if not stat.S_ISREG(mode):
-            found = "a symbolic link" if stat.S_ISLNK(mode) else "not a plain file"
-            raise BundleError(f"{where}: {found}; a bundle holds plain files only")
-        # The flags hold for what may have taken the file's place since.
-        descriptor = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(max_bytes + 1)
-    except FileNotFoundError as error:
-        raise BundleError(f"{where}: the file is missing; rebuild the bundle") from error
-    except OSError as error:
-        raise BundleError(f"{where}: cannot be read: {error.strerror or error}") from error
-    if len(data) > max_bytes:
-        raise BundleError(f"{where}: larger than the {max_bytes} bytes that are allowed")
-    return data
+def _read_folder(folder: Folder) -> Bundle:
+    data = manifest_bytes(folder)
+    where = str(folder.path / MANIFEST_NAME)
+    manifest = load_manifest(data, where)
+    problems = manifest_problems(manifest)
+    if problems:
+        shown = [clip(problem, _SHOWN_CHARS) for problem in problems[:_SHOWN_PROBLEMS]]
+        rest = ["and more"] if len(problems) > len(shown) else []
+        lines = "".join(f"\n  {line}" for line in [*shown, *rest])
+        raise BundleError(f"{where}: the manifest contradicts itself; rebuild the bundle:{lines}")
+    files, damage = {}, {}
+    for image in manifest.images:
+        try:
+            files[image.file] = image_bytes(folder, image)
+        except BundleError as error:
+            damage[image.file] = str(error)
+    return Bundle(
+        path=folder.path,
+        manifest=manifest,
+        manifest_sha256=hashlib.sha256(data).hexdigest(),
+        files=files,
+        damage=damage,
+    )

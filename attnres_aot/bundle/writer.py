@@ -26,12 +26,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnres_aot.bundle.audit import audit_problems
 from attnres_aot.bundle.manifest_check import manifest_problems
+from attnres_aot.bundle.reader import read_manifest_bytes
 from attnres_aot.errors import BundleError
-from attnres_aot.manifest import MANIFEST_NAME, Manifest, dump_manifest
-
-IMAGE_SUFFIX = ".cubin"
-"""Suffix of image files; a folder with files of other names is never replaced."""
+from attnres_aot.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -44,6 +43,8 @@ class HeldTarget:
 
     path: Path
     """The bundle folder; need not exist yet."""
+    force: bool = False
+    """Even a folder of images without a manifest may be replaced."""
 
 
 def work_folder(path: Path) -> Path:
@@ -57,8 +58,12 @@ def has_leftovers(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def hold_target(path: Path) -> Iterator[HeldTarget]:
+def hold_target(path: Path, *, force: bool = False) -> Iterator[HeldTarget]:
     """Makes this process the only writer of the bundle at `path` and cleans up after killed writers.
+
+    Args:
+      path: The bundle folder; need not exist yet.
+      force: Replace even a folder of images without a manifest.
 
     Raises:
       BundleError: another writer is at work, the target cannot be replaced, or its folder cannot be written.
@@ -73,8 +78,8 @@ def hold_target(path: Path) -> Iterator[HeldTarget]:
             _clean_up(path)
         except OSError as error:
             raise _unwritable(path, error) from error
-        check_replaceable(path)
-        yield HeldTarget(path=path)
+        check_replaceable(path, force=force)
+        yield HeldTarget(path=path, force=force)
     finally:
         with contextlib.suppress(OSError):
             _clean_up(path)
@@ -82,8 +87,12 @@ def hold_target(path: Path) -> Iterator[HeldTarget]:
         os.close(lock)
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path, *, force: bool = False) -> None:
     """Checks that what lies at `path` is a bundle (however damaged), an empty folder or nothing.
+
+    Args:
+      path: The bundle folder.
+      force: Take a folder of image files for a bundle though it has no manifest of one.
 
     Raises:
       BundleError: something that no builder wrote is there.
@@ -98,6 +107,20 @@ def check_replaceable(path: Path) -> None:
             f"{str(path)!r} holds {', '.join(map(repr, strange[:5]))}{' and more' if len(strange) > 5 else ''}, "
             "which no build wrote; move that away or change --out"
         )
+    if not force and any(os.scandir(path)) and not _was_bundle(path):
+        raise BundleError(
+            f"{str(path)!r} is not empty, and holds no manifest that a build wrote; move it away, change --out, "
+            "or replace it with --force"
+        )
+
+
+def _was_bundle(path: Path) -> bool:
+    """Tells whether the manifest in a folder is, or was before it was damaged, that of a bundle."""
+    try:
+        data = read_manifest_bytes(path)
+    except BundleError:
+        return False
+    return data.startswith(b'{\n "abis": {') or b'"build_key"' in data
 
 
 def strange_entries(path: Path) -> list[str]:
@@ -117,7 +140,7 @@ def write_bundle(target: HeldTarget, manifest: Manifest, images: Mapping[str, by
       BundleError: the files are not those of the manifest, the target cannot be replaced, or the disk refuses.
     """
     _check_files(manifest, images)
-    check_replaceable(target.path)
+    check_replaceable(target.path, force=target.force)
     staging = _beside(target.path, "new")
     try:
         _remove(staging)
@@ -196,7 +219,7 @@ def _remove(path: Path) -> None:
 
 
 def _check_files(manifest: Manifest, images: Mapping[str, bytes]) -> None:
-    problems = manifest_problems(manifest)
+    problems = manifest_problems(manifest) or audit_problems(manifest)
     promised = {image.file: image for image in manifest.images}
     problems += [f"file {name!r} is not in the manifest" for name in sorted(images.keys() - promised.keys())]
     problems += [f"file {name!r} is missing" for name in sorted(promised.keys() - images.keys())]

@@ -23,7 +23,7 @@ from attnres_aot.cli.options import arch_option, config_option, json_option, sel
 from attnres_aot.cli.wording import count, megabytes
 from attnres_aot.config import load_config
 from attnres_aot.manifest import to_json
-from attnres_aot.plan import EVERYTHING, Selection, plan
+from attnres_aot.plan import Selection, plan
 
 MOST_JOBS = 16
 """Compiler processes that are started unless more are asked for."""
@@ -48,7 +48,9 @@ JOB_BYTES = 400_000_000
     help="Compiler processes at a time; when left out, as many as the cores and the memory that may be used are enough "
     f"for, at most {MOST_JOBS}. A container's limits count.",
 )
-@click.option("--force", is_flag=True, help="Compile everything again, and replace a bundle that holds more variants.")
+@click.option(
+    "--force", is_flag=True, help="Compile everything again, and replace what is there though something is lost."
+)
 @click.option("--keep-going", is_flag=True, help="After a failure go on, and list all failures at the end.")
 @click.option("--dry-run", is_flag=True, help="Show what would be compiled and why; change nothing.")
 @click.option(
@@ -107,7 +109,6 @@ def _requests(
             plan=plan(config, arch, selection=selection),
             out=out,
             pool=PoolSettings(workers=workers, job_seconds=time_limit),
-            narrowed=selection != EVERYTHING,
             force=force,
             keep_going=keep_going,
         )

@@ -19,7 +19,7 @@ from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_producer, show_variant
 from attnres_aot.cli.options import json_option
 from attnres_aot.errors import BundleError, UsageError, VariantMissError
-from attnres_aot.manifest import ImageRecord, ProducerRecord, VariantRecord, to_json
+from attnres_aot.manifest import ImageRecord, ProducerRecord, VariantRecord, dump_manifest, to_json
 
 
 @click.command("inspect")
@@ -148,7 +148,7 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
             "producers": len(manifest.producers),
             "bytes": sum(image.size for image in manifest.images),
         },
-        "manifest": to_json(manifest),
+        "manifest": json.loads(dump_manifest(manifest)),
     }
 
 

@@ -12,7 +12,7 @@ from attnres_aot.config_source import START_FROM, read_source
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
 from attnres_aot.shipped import DEFAULT_NAME, path_of
-from attnres_aot.variants import ELEMS_PER_CTA, HIDDEN_STEP, MAX_BLOCKS, MAX_CLUSTER, MAX_SLOTS
+from attnres_aot.variants import ELEMS_PER_CTA, HIDDEN_STEP, MAX_BLOCKS, MAX_CLUSTER, MAX_DEPLOYMENTS, MAX_SLOTS
 
 DEFAULT_CONFIG = path_of(DEFAULT_NAME)
 """The configuration that ships with the package."""
@@ -23,8 +23,6 @@ MAX_CAPACITY = 65536
 MAX_RANKS = 1024
 """Largest tensor-parallel size without one mailbox slot per rank."""
 
-MAX_DEPLOYMENTS = 32
-"""Most deployments: planning time and the size of a manifest grow with their number."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TOP = ("name", "model", "mailbox", "variants", "deployments")

@@ -34,9 +34,9 @@ def load(
     *,
     name: str | None = None,
 ) -> LoadedBundle:
-    """Finds the bundle for a device and reads its manifest. Code reaches the device as objects are made and bound.
+    """Finds the bundle for a device, reads and checks all of it. Code reaches the device as objects are made and bound.
 
-    An image file is checked against its digest when it is loaded; `preload` loads all.
+    What becomes of the bundle's folder later does not matter.
 
     Args:
       path: a bundle, or a folder of bundles. None searches the environment variable ATTNRES_AOT_BUNDLE, installed
@@ -219,7 +219,7 @@ def _read_fitting(path: str | os.PathLike[str], capability: tuple[int, int], nam
     except BundleError:
         return None
     manifest = bundle.manifest
-    fits = name in (None, manifest.name) and parse_arch(manifest.arch.proven).runs_on(capability)
+    fits = name in (None, manifest.name) and parse_arch(manifest.arch.proven).runs_on(capability) and not bundle.damage
     return bundle if fits else None
 
 

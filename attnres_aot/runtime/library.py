@@ -20,6 +20,7 @@ from attnres_aot.runtime.torch_device import TorchDevice
 
 _MAX_THREADS, _MAX_DYNAMIC_SMEM = 0, 8  # CU_FUNC_ATTRIBUTE_*
 _DEFAULT_DYNAMIC_SMEM = 48 << 10  # bytes that any kernel may use without asking
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -82,6 +83,11 @@ def _load(driver: Driver, data: bytes, image: ImageRecord, where: str) -> _Kerne
     status = driver.lib.cuLibraryLoadData(ctypes.byref(library), ctypes.c_char_p(data), None, None, 0, None, None, 0)
     driver.check(status, f"load {where}")
     status = driver.lib.cuLibraryGetKernel(ctypes.byref(kernel), library, ctypes.c_char_p(image.symbol.encode()))
+    if status == _NOT_FOUND:
+        raise BundleError(
+            f"{where}: the binary has no kernel {image.symbol!r}, so it is the code of something else; the bundle is "
+            "damaged: build or copy it again"
+        )
     driver.check(status, f"find kernel {image.symbol!r} in {where}")
     return _Kernel(handle=kernel, parameters=driver.parameters(kernel, where))
 
@@ -99,9 +105,9 @@ def _prove_threads(driver: Driver, kernel: _Kernel, image: ImageRecord, device: 
     threads = ctypes.c_int()
     status = driver.lib.cuKernelGetAttribute(ctypes.byref(threads), _MAX_THREADS, kernel.handle, device.ordinal)
     driver.check(status, f"tell the block size of {where}")
-    if threads.value < image.block_threads:
+    if threads.value != image.block_threads:
         raise BundleError(
-            f"{where}: the binary runs with at most {threads.value} threads per CTA, but the manifest says "
+            f"{where}: the binary runs with {threads.value} threads per CTA, but the manifest says "
             f"{image.block_threads}; the bundle is damaged: build it again"
         )
 

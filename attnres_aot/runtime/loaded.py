@@ -1,7 +1,7 @@
 """A bundle on a device: which images serve a variant, putting them on the device, and the statistics tables.
 
-`load` returns one. Code reaches the device when a consumer or producer is made or bound, or by `preload`; launches find
-it there and load nothing.
+`load` returns one, with all files of the bundle in memory. Code reaches the device when a consumer or producer is made
+or bound, or by `preload`; launches find it there and load nothing.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from attnres_aot.abi import KERNEL_PARAMS
+from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.advice import build_changed
 from attnres_aot.bundle import Bundle
 from attnres_aot.bundle.manifest_check import variant_of
-from attnres_aot.errors import BundleError, DriverError, UsageError
+from attnres_aot.errors import BundleError, DriverError, UsageError, clip
 from attnres_aot.manifest import Choice, ProducerRecord, VariantRecord
 from attnres_aot.runtime.fault import open_record
 from attnres_aot.runtime.library import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import producer_miss, variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.variants import PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
+from attnres_aot.variants import MAX_BLOCKS, PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
 
 if TYPE_CHECKING:
     from attnres_aot.runtime.consumer import Consumer
+
+_SHOWN_PROBLEMS = 20
 
 
 class LoadedBundle:
@@ -36,6 +38,7 @@ class LoadedBundle:
     __slots__ = ("_images", "_kernels", "_producers", "_ready", "_variants", "bundle", "consumers", "device")
 
     def __init__(self, bundle: Bundle, device: TorchDevice) -> None:
+        _check_images(bundle)
         _check_parameters(bundle)
         self.bundle = bundle
         self.device = device
@@ -212,14 +215,27 @@ class LoadedBundle:
         Raises:
           UsageError: the bundle does not serve that deployment, or `missing` is something else.
         """
-        return _switched_on(self._table(tp, dcp, missing)[0])
+        return self._switched_on(self._table(tp, dcp, missing)[0], self.bundle.manifest.mailbox.capacity)
 
     def statistics_blocks(self, tp: int, dcp: int, *, missing: str = "error") -> frozenset[int]:
         """Returns the numbers of saved blocks at which a deployment uses precomputed statistics.
 
         Arguments and errors are those of `statistics_rows`.
         """
-        return _switched_on(self._table(tp, dcp, missing)[1])
+        return self._switched_on(self._table(tp, dcp, missing)[1], MAX_BLOCKS)
+
+    def _switched_on(self, table: str, limit: int) -> frozenset[int]:
+        """Returns the numbers that a table turns on; a table that names any beyond `limit` was not built."""
+        from attnres_aot.tables import scan_table
+
+        parsed, problems = scan_table(table)
+        spans = parsed.switched_on()
+        if problems or any(not 1 <= first <= last <= limit for first, last in spans):
+            raise BundleError(
+                f"{self.bundle.path}: the statistics table {table!r:.80} does not turn on numbers from 1 to {limit}; "
+                "the bundle is damaged: build or copy it again"
+            )
+        return frozenset(number for first, last in spans for number in range(first, last + 1))
 
     def _images_for(self, deployments: list[tuple[int, int]]) -> Iterator[str]:
         wanted = set(deployments)
@@ -254,26 +270,34 @@ class LoadedBundle:
         )
 
 
+def _check_images(bundle: Bundle) -> None:
+    """Refuses a bundle with damaged images now, and not when one is first needed."""
+    if bundle.damage:
+        raise BundleError("\n".join(itertools.islice(bundle.damage.values(), _SHOWN_PROBLEMS)))
+
+
 def _check_parameters(bundle: Bundle) -> None:
-    """Refuses a bundle whose kernels take other arguments than those that this loader can give them."""
+    """Refuses a bundle whose kernels take other arguments, or in other places, than those that this loader fills."""
     for name, params in bundle.manifest.abis.items():
-        known = {(param.name, param.kind) for param in KERNEL_PARAMS.get(name, ())}
-        found = {(param.name, param.kind) for param in params}
-        if found != known:
-            unknown = ", ".join(sorted(f"{param} ({kind})" for param, kind in found - known)) or "none"
-            missing = ", ".join(sorted(f"{param} ({kind})" for param, kind in known - found)) or "none"
+        known = KERNEL_PARAMS.get(name, ())
+        if params != known:
             raise BundleError(
-                f"{bundle.path}: parameter list {name!r} is not what this attnres-aot fills: unknown {unknown}; "
-                f"missing {missing}; build the bundle again, or install the attnres-aot release that built it"
+                f"{bundle.path}: parameter list {name!r:.80} is not what this attnres-aot fills: "
+                f"{_difference(params, known)}; build it again, or install the attnres-aot release that built it"
             )
+
+
+def _difference(found: tuple[Param, ...], known: tuple[Param, ...]) -> str:
+    """Says how a parameter list differs from the one that this loader fills."""
+    names = {f"{param.name} ({param.kind})" for param in found}
+    wanted = {f"{param.name} ({param.kind})" for param in known}
+    if names != wanted:
+        unknown, missing = (", ".join(sorted(some)) or "none" for some in (names - wanted, wanted - names))
+        return clip(f"unknown {unknown}; missing {missing}", 1000)
+    at, here, there = next((i, a, b) for i, (a, b) in enumerate(zip(found, known, strict=True)) if a != b)
+    return f"number {at} is {here.name!r} at offset {here.offset}, not {there.name!r} at offset {there.offset}"
 
 
 def _chosen(choices: tuple[Choice, ...], rows: int) -> str:
     """Returns the name of the image for `rows` rows; a checked manifest's last choice takes any number."""
     return next(choice.image for choice in choices if choice.max_rows is None or rows <= choice.max_rows)
-
-
-def _switched_on(table: str) -> frozenset[int]:
-    from attnres_aot.tables import parse_table
-
-    return frozenset(number for first, last in parse_table(table).switched_on() for number in range(first, last + 1))

@@ -7,7 +7,6 @@ nothing: looking at one manifest takes about a millisecond, importing `importlib
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attnres_aot.bundle import read_manifest_bytes
+from attnres_aot.bundle.folder import is_being_replaced
+from attnres_aot.bundle.names import name_problem
 from attnres_aot.errors import BundleError
-from attnres_aot.manifest import MANIFEST_NAME
+from attnres_aot.manifest import MANIFEST_NAME, check_digest, parse_manifest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -140,7 +141,7 @@ def _entry_point_folder(entry: EntryPoint) -> str:
 
 def _look_at(path: Path, origin: str) -> tuple[str, tuple[Candidate, ...]]:
     """Returns a note and the candidates at an absolute path."""
-    if _has_manifest(path):
+    if _has_manifest(path) or is_being_replaced(path):
         return "", (look_at_bundle(path, origin),)
     try:
         folders = sorted(
@@ -187,16 +188,13 @@ def look_at_bundle(path: Path, origin: str = "") -> Candidate:
     real_path = os.path.realpath(path)
     try:
         data = read_manifest_bytes(path)
-        raw = json.loads(data)
+        raw = parse_manifest(data, MANIFEST_NAME)
+        check_digest(data, MANIFEST_NAME)
     except BundleError as error:
         return _troubled(path, real_path, origin, str(error))
-    except RecursionError:
-        return _troubled(path, real_path, origin, f"{MANIFEST_NAME} is nested too deeply")
-    except ValueError as error:
-        return _troubled(path, real_path, origin, f"{MANIFEST_NAME} is not JSON: {error}")
-    if not isinstance(raw, dict) or "schema" not in raw:
-        return _troubled(path, real_path, origin, f"{MANIFEST_NAME} is not a manifest: it names no schema")
     name, arch = raw.get("name"), raw.get("arch")
+    if isinstance(name, str) and (problem := name_problem(name)) is not None:
+        return _troubled(path, real_path, origin, f"{MANIFEST_NAME}: name: {problem}")
     proven = arch.get("proven") if isinstance(arch, dict) else None
     return Candidate(
         path=str(path),

@@ -15,18 +15,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from attnres_aot.advice import build_command
 from attnres_aot.arch import BUILDABLE, parse_arch
-from attnres_aot.bundle import Bundle, read_bundle, read_image
+from attnres_aot.bundle import Bundle, read_bundle
 from attnres_aot.errors import BundleError, UsageError, did_you_mean
-from attnres_aot.manifest import SCHEMA, ImageRecord
+from attnres_aot.manifest import SCHEMA
 from attnres_aot.runtime.device_archs import arch_to_build, dotted, fitting_archs
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Candidate, Place, search_order
 
 Status = Literal["accepted", "fits", "refused"]
 """`accepted`: the one to use; `fits`: would do, but another was preferred; `refused`: cannot be used."""
+
+
+_SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,18 +234,9 @@ def _read(candidate: Candidate) -> Bundle:
         raise BundleError(
             f"the manifest changed during the search: {candidate.name!r} {candidate.arch} is now {name!r} {arch}"
         )
-    problems = [problem for image in bundle.manifest.images if (problem := _file_problem(bundle, image))]
-    if problems:
-        raise BundleError("\n".join(problems))
+    if bundle.damage:
+        raise BundleError("\n".join(islice(bundle.damage.values(), _SHOWN_PROBLEMS)))
     return bundle
-
-
-def _file_problem(bundle: Bundle, image: ImageRecord) -> str:
-    try:
-        read_image(bundle, image)
-    except BundleError as error:
-        return str(error)
-    return ""
 
 
 def _refuse_chosen(resolution: Resolution, chosen: Candidate, reason: str) -> Resolution:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnres_aot.bench.rig import Job, Rig
-from attnres_aot.bundle import Bundle
 from attnres_aot.manifest import Choice
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.variants import Variant, parse_variant
@@ -50,7 +49,7 @@ def with_one_image(loaded: LoadedBundle, variant: Variant, image: str) -> Loaded
         for record in manifest.variants
     )
     changed = dataclasses.replace(manifest, variants=variants)
-    return LoadedBundle(Bundle(path=loaded.bundle.path, manifest=changed), loaded.device)
+    return LoadedBundle(dataclasses.replace(loaded.bundle, manifest=changed), loaded.device)
 
 
 def time_shapes(rig: Rig, variant: Variant, rows: Sequence[int], *, pdl: bool) -> list[ShapeTimes]:

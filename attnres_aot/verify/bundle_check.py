@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
 from attnres_aot.binary.prove import convergence_problems, launch_problems
-from attnres_aot.bundle.manifest_check import manifest_problems
-from attnres_aot.bundle.reader import Bundle, read_image, read_manifest_bytes
-from attnres_aot.errors import BundleError
-from attnres_aot.manifest import MANIFEST_NAME, ImageRecord, Manifest, dump_manifest, load_manifest
-from attnres_aot.verify.manifest_audit import audit_problems, derivation_problems, is_of_this_release
+from attnres_aot.bundle.audit import audit_problems
+from attnres_aot.bundle.folder import Folder, read_at_once
+from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, manifest_problems
+from attnres_aot.bundle.reader import image_bytes, manifest_bytes
+from attnres_aot.errors import BundleError, clip
+from attnres_aot.manifest import (
+    MANIFEST_NAME,
+    ImageRecord,
+    Manifest,
+    decode_manifest,
+    digest_problem,
+    dump_manifest,
+    parse_manifest,
+)
+from attnres_aot.verify.manifest_audit import derivation_problems, is_of_this_release, underivable
+
+_SHOWN_CHARS = 500  # of one problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +37,7 @@ class VerifyReport:
     path: Path
     """The bundle folder, as given."""
     problems: tuple[str, ...]
-    """One line per broken promise; empty when the bundle is as it says."""
+    """One line per broken promise, at most some hundred; empty when the bundle is as it says."""
     notes: tuple[str, ...]
     """What could not be checked, and why."""
     manifest: Manifest | None
@@ -32,68 +45,81 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """The bundle keeps every promise."""
+        """The bundle keeps every promise that could be checked."""
         return not self.problems
 
 
 def verify_bundle(path: str | os.PathLike[str]) -> VerifyReport:
     """Checks everything that a bundle promises; needs no compiler, torch or GPU, and raises nothing.
 
+    All of it is checked as it is at one moment, though a build may replace the bundle meanwhile.
+
     Args:
       path: The bundle folder.
 
     Returns:
-      Every problem found: in the manifest, in the folder, and image by image.
+      The problems found: in the manifest, in the folder, and image by image.
     """
     folder = Path(path)
     try:
-        data = read_manifest_bytes(folder)
-        manifest = load_manifest(data, MANIFEST_NAME)
+        return read_at_once(folder, _verify, lambda report: report.ok)
     except BundleError as error:
         return VerifyReport(path=folder, problems=(str(error),), notes=(), manifest=None)
-    problems = manifest_problems(manifest)
-    notes = []
-    if not problems:  # Past this point names are safe and references resolve.
-        problems += audit_problems(manifest)
-        if is_of_this_release(manifest):
-            problems += derivation_problems(manifest)
-        else:
-            notes.append(
-                "built from other kernel sources than this release: launch shapes and build keys were not derived again"
-            )
-    if data != dump_manifest(manifest):
-        problems.append(f"{MANIFEST_NAME}: not in canonical form; it was edited after the build")
-    problems += _folder_problems(folder, manifest)
-    bundle = Bundle(path=folder, manifest=manifest)
+
+
+def _verify(folder: Folder) -> VerifyReport:
+    data = manifest_bytes(folder)
+    manifest = decode_manifest(parse_manifest(data, MANIFEST_NAME), MANIFEST_NAME)
+    own = is_of_this_release(manifest)
+    notes = () if own else tuple(clip(note, _SHOWN_CHARS) for note in islice(underivable(manifest), MAX_PROBLEMS))
+    found = list(islice(_problems(folder, data, manifest, derive=own), MAX_PROBLEMS + 1))
+    shown = [clip(problem, _SHOWN_CHARS) for problem in found[:MAX_PROBLEMS]]
+    if len(found) > MAX_PROBLEMS:
+        shown.append("and more")
+    return VerifyReport(path=folder.path, problems=tuple(shown), notes=notes, manifest=manifest)
+
+
+def _problems(folder: Folder, data: bytes, manifest: Manifest, *, derive: bool) -> Iterator[str]:
+    unusable = manifest_problems(manifest)
+    if (problem := digest_problem(data)) is not None:
+        yield f"{MANIFEST_NAME}: changed after the build: {problem}"
+    elif data != dump_manifest(manifest):
+        yield f"{MANIFEST_NAME}: not in canonical form; it was edited after the build"
+    yield from unusable
+    if not unusable:  # Past this point names are safe and references resolve.
+        yield from audit_problems(manifest)
+        if derive:
+            yield from derivation_problems(manifest)
+    yield from _folder_problems(folder, manifest.images)
     for image in manifest.images:
-        problems += (f"image {image.name!r:.140}: {problem}" for problem in _image_problems(bundle, image))
-    return VerifyReport(path=folder, problems=tuple(problems), notes=tuple(notes), manifest=manifest)
+        for problem in _image_problems(folder, image, manifest):
+            yield f"image {image.name!r:.140}: {problem}"
 
 
-def _folder_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    expected = {MANIFEST_NAME, *(image.file for image in manifest.images)}
+def _folder_problems(folder: Folder, images: Iterable[ImageRecord]) -> Iterator[str]:
+    expected = {MANIFEST_NAME, *(image.file for image in images)}
     try:
-        names = sorted(entry.name for entry in os.scandir(folder))
-    except OSError as error:
-        yield f"{folder}: cannot be listed: {error.strerror or error}"
+        names = folder.names()
+    except BundleError as error:
+        yield str(error)
         return
     yield from (f"file {name!r:.140} is not in the manifest" for name in names if name not in expected)
 
 
-def _image_problems(bundle: Bundle, image: ImageRecord) -> Iterator[str]:
+def _image_problems(folder: Folder, image: ImageRecord, manifest: Manifest) -> Iterator[str]:
     try:
-        facts = read_cubin(read_image(bundle, image))
+        facts = read_cubin(image_bytes(folder, image))
     except BundleError as error:
         yield str(error)
         return
-    if str(facts.arch) != bundle.manifest.arch.proven:
-        yield f"the binary is for {facts.arch}, the manifest says {bundle.manifest.arch.proven!r}"
+    if str(facts.arch) != manifest.arch.proven:
+        yield f"the binary is for {facts.arch}, the manifest says {manifest.arch.proven!r:.40}"
     kernel = _only_kernel(facts)
     if kernel is None or kernel.symbol != image.symbol:
         found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
-        yield f"symbol: the manifest says {image.symbol!r:.300}, the binary has {found:.600}"
+        yield f"symbol: the manifest says {image.symbol!r:.150}, the binary has {found:.250}"
     if kernel is not None:
-        yield from _kernel_problems(kernel, image, bundle.manifest)
+        yield from _kernel_problems(kernel, image, manifest)
 
 
 def _only_kernel(facts: CubinFacts) -> KernelFacts | None:

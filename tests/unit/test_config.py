@@ -14,7 +14,7 @@ from attnres_aot.config import DEFAULT_CONFIG, load_config, parse_config
 from attnres_aot.config.problems import MOST_REPORTED
 from attnres_aot.errors import ConfigError
 from attnres_aot.settings import Config, Mailbox, Options
-from attnres_aot.variants import MAX_BLOCKS
+from attnres_aot.variants import MAX_BLOCKS, MAX_DEPLOYMENTS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = """\
@@ -394,3 +394,15 @@ DIGEST_EDITS = [
 @pytest.mark.parametrize(("old", "new"), [edit[1:] for edit in DIGEST_EDITS], ids=[edit[0] for edit in DIGEST_EDITS])
 def test_every_value_changes_the_digest(old, new):
     assert parse(GOOD.replace(old, new, 1)).digest != parse(GOOD).digest
+
+
+def test_a_bundle_serves_so_many_deployments_and_no_more():
+    start = GOOD.index("deployments:")
+    for count in (MAX_DEPLOYMENTS, MAX_DEPLOYMENTS + 1):
+        pairs = "".join(f"  - {{tp: {tp}, dcp: 1}}\n" for tp in range(1, count + 1))
+        text = GOOD[:start].replace(", tp]", "]") + "deployments:\n" + pairs
+        if count == MAX_DEPLOYMENTS:
+            assert len(parse(text).deployments) == count
+        else:
+            with pytest.raises(ConfigError, match=r"deployments: found 33; allowed: 1\.\.32; spread them over several"):
+                parse(text)

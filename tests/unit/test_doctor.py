@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.manifest import SCHEMA
 from attnres_aot.runtime import doctor
 from attnres_aot.runtime.doctor import Facts, diagnose, report_lines
 from attnres_aot.runtime.driver import FUNCTIONS
@@ -33,7 +34,7 @@ NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
 
 
 def bundle(arch: str) -> Candidate:
-    return Candidate(path="/b/k3", real_path="/b/k3", schema=1, name="kimi_k3", arch=arch, manifest_sha256="0")
+    return Candidate(path="/b/k3", real_path="/b/k3", schema=SCHEMA, name="kimi_k3", arch=arch, manifest_sha256="0")
 
 
 def facts(found: Machine = HEALTHY, arch: str | None = "sm_90") -> Facts:
@@ -347,7 +348,7 @@ def test_json_is_one_object_with_every_fact(monkeypatch: pytest.MonkeyPatch, tmp
     assert report["machine"]["driver"]["gpus"] == [{"index": 0, "name": "NVIDIA H200", "capability": [9, 0]}]
     (verdict,) = report["resolutions"][0]["trace"][0]["verdicts"]
     assert verdict["status"] == "refused"
-    assert "is not JSON" in verdict["reason"]
+    assert "not a manifest" in verdict["reason"]
     assert report["findings"][0]["severity"] == "problem"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from attnres_aot.manifest import SCHEMA
 from attnres_aot.runtime.device_archs import arch_to_build, fitting_archs
 from attnres_aot.runtime.places import Candidate, Place
 from attnres_aot.runtime.resolve import Request, judge, resolve
@@ -14,7 +15,7 @@ from attnres_aot.runtime.resolve import Request, judge, resolve
 
 def candidate(path: str, arch: str = "sm_90", **changes: object) -> Candidate:
     made = Candidate(
-        path=path, real_path=path, schema=1, name="kimi_k3", arch=arch, manifest_sha256=f"digest of {path}"
+        path=path, real_path=path, schema=SCHEMA, name="kimi_k3", arch=arch, manifest_sha256=f"digest of {path}"
     )
     return replace(made, **changes)
 
@@ -139,15 +140,15 @@ CHOICES = [
         places=(
             place(
                 "here",
-                candidate("/a", schema=2),
+                candidate("/a", schema=3),
                 candidate("/b", schema=True),
                 candidate("/c", schema="1"),
-                candidate("/d", schema=1.0),
+                candidate("/d", schema=2.0),
             ),
         ),
         chosen=None,
         statuses=("refused",) * 4,
-        reasons=("manifest schema 2, but this", "schema True", "schema '1'", "schema 1.0"),
+        reasons=("manifest schema 3, but this", "schema True", "schema '1'", "schema 2.0"),
     ),
     Choice(
         name="unusable-manifests",
@@ -214,7 +215,7 @@ def test_error_of_a_search_in_vain_is_the_trace_and_the_command() -> None:
         "    refused  /pkg/k3 (entry point 'k3'): built for sm_100, which runs on compute capability 10.0 and later "
         "10.x; the device is 9.0\n"
         "  ./artifacts: 1 of 2 folders in /w are bundles\n"
-        "    refused  /w/old: manifest schema 0, but this attnres-aot reads schema 1\n"
+        "    refused  /w/old: manifest schema 0, but this attnres-aot reads schema 2\n"
         "Next step: `attnres-aot build --arch sm_90` builds one (sm_90a or sm_90 would do); then give its folder as "
         "the path, or in ATTNRES_AOT_BUNDLE."
     )

@@ -17,6 +17,7 @@ import pytest
 from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import (
+    SCHEMA,
     ArchRecord,
     BudgetRecord,
     ImageRecord,
@@ -24,23 +25,26 @@ from attnres_aot.manifest import (
     Manifest,
     ModelRecord,
     dump_manifest,
+    seal,
 )
 from attnres_aot.runtime import resolve
 from attnres_aot.runtime.places import search_order
 from attnres_aot.runtime.resolve import find_bundle
+from attnres_aot.variants import kernel_symbol
 
 HOPPER = (9, 0)
 CODE = b"\x7fELF stands for a cubin"
+IMAGE = "h7168-nb0"
 
 
 def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Path:
     image = ImageRecord(
-        name="image",
+        name=IMAGE,
         kernel="consumer",
-        file="image.cubin",
+        file=f"{IMAGE}.cubin",
         sha256=hashlib.sha256(CODE).hexdigest(),
         size=len(CODE),
-        symbol="kernel",
+        symbol=kernel_symbol(IMAGE),
         abi="consumer",
         cluster=7,
         rows_per_cluster=1,
@@ -56,7 +60,7 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         build_key="0" * 64,
     )
     manifest = Manifest(
-        schema=1,
+        schema=SCHEMA,
         name=name,
         arch=ArchRecord(requested=arch, proven=arch),
         config_sha256="0" * 64,
@@ -71,7 +75,7 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         producers=(),
     )
     folder.mkdir(parents=True)
-    (folder / "image.cubin").write_bytes(CODE)
+    (folder / f"{IMAGE}.cubin").write_bytes(CODE)
     (folder / "manifest.json").write_bytes(dump_manifest(manifest))
     return folder
 
@@ -152,7 +156,7 @@ def test_relative_paths_and_links_to_folders_are_followed(monkeypatch: pytest.Mo
     bundle = find_bundle(None, HOPPER)
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    assert (bundle.path / "image.cubin").read_bytes() == CODE
+    assert (bundle.path / f"{IMAGE}.cubin").read_bytes() == CODE
 
 
 def test_name_picks_one_of_two_configurations() -> None:
@@ -165,7 +169,7 @@ def test_name_picks_one_of_two_configurations() -> None:
 
 def replace_manifest(bundle: Path, **changes: object) -> None:
     manifest = json.loads((bundle / "manifest.json").read_bytes())
-    (bundle / "manifest.json").write_text(json.dumps(manifest | changes))
+    (bundle / "manifest.json").write_bytes(seal(manifest | changes))
 
 
 def make_named_pipe(bundle: Path) -> None:
@@ -195,32 +199,32 @@ DAMAGES = [
     Damage(
         name="empty",
         inflict=lambda bundle: (bundle / "manifest.json").write_bytes(b""),
-        message="manifest.json is not JSON: Expecting value",
+        message="manifest.json: not a manifest: Expecting value",
     ),
     Damage(
         name="truncated",
         inflict=lambda bundle: truncate(bundle / "manifest.json", 40),
-        message="manifest.json is not JSON: ",
+        message="manifest.json: not a manifest: ",
     ),
     Damage(
         name="binary",
         inflict=lambda bundle: (bundle / "manifest.json").write_bytes(b"\xff\xfe\x00"),
-        message="manifest.json is not JSON: ",
+        message="manifest.json: not a manifest: byte 0xff at 0; it is plain ASCII without escapes",
     ),
     Damage(
         name="list",
         inflict=lambda bundle: (bundle / "manifest.json").write_text("[1]"),
-        message="it names no schema",
+        message="not a manifest: expected an object, found list",
     ),
     Damage(
         name="nested",
         inflict=lambda bundle: (bundle / "manifest.json").write_text("[" * 200_000),
-        message="manifest.json is nested too deeply",
+        message="manifest.json: not a manifest: nested too deeply",
     ),
     Damage(
         name="newer",
-        inflict=lambda bundle: replace_manifest(bundle, schema=2),
-        message="manifest schema 2, but this attnres-aot reads schema 1",
+        inflict=lambda bundle: replace_manifest(bundle, schema=3),
+        message="manifest schema 3, but this attnres-aot reads schema 2",
     ),
     Damage(
         name="nameless",
@@ -251,20 +255,20 @@ DAMAGES = [
     ),
     Damage(
         name="flipped",
-        inflict=lambda bundle: (bundle / "image.cubin").write_bytes(CODE[:-1] + b"!"),
+        inflict=lambda bundle: (bundle / f"{IMAGE}.cubin").write_bytes(CODE[:-1] + b"!"),
         message="sha256 is ",
         chosen=True,
     ),
     Damage(
         name="short",
-        inflict=lambda bundle: truncate(bundle / "image.cubin", 1),
+        inflict=lambda bundle: truncate(bundle / f"{IMAGE}.cubin", 1),
         message=f"{len(CODE) - 1} bytes, but the manifest says {len(CODE)}",
         chosen=True,
     ),
     Damage(
         name="missing",
-        inflict=lambda bundle: (bundle / "image.cubin").unlink(),
-        message="image.cubin: the file is missing",
+        inflict=lambda bundle: (bundle / f"{IMAGE}.cubin").unlink(),
+        message=f"{IMAGE}.cubin: the file is missing",
         chosen=True,
     ),
 ]

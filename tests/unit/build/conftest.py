@@ -154,7 +154,7 @@ def facts() -> BuildFacts:
     )
 
 
-def fake_proof(cubin, *, arch, params, block_threads, budget) -> ImageFacts:
+def fake_proof(cubin, *, symbol, arch, params, block_threads, budget) -> ImageFacts:
     assert block_threads == 128
     name = cubin.decode().split()[2] if cubin.startswith(b"CUBIN") else ""
     kernel = next((kernel for kernel in ("statistics", "publish") if f"-{kernel}" in name), "consumer")
@@ -162,12 +162,12 @@ def fake_proof(cubin, *, arch, params, block_threads, budget) -> ImageFacts:
     if not name:
         raise CompileError("arch: asked sm_90, the binary names none")
     return ImageFacts(
-        symbol="k" + name.replace("-", "_"),
+        symbol=symbol,
         proven_arch=arch,
         registers=40,
         stack_bytes=0,
         spill_bytes=0,
-        smem_static_bytes=96,
+        smem_static_bytes=min(96, budget.smem_bytes),
         critical_instructions=budget.critical_instructions - 1,
     )
 
@@ -201,7 +201,7 @@ def tiny_config():
 
 def _request(out: Path, *, config: Config | None = None, selection: Selection | None = None, **changes):
     chosen = selection or Selection()
-    options = {"pool": PoolSettings(workers=2), "narrowed": selection is not None, **changes}
+    options = {"pool": PoolSettings(workers=2), **changes}
     return BuildRequest(plan=plan(config or _tiny_config(), SM90, selection=chosen), out=out, **options)
 
 

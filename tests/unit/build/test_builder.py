@@ -25,8 +25,10 @@ from attnres_aot.build.progress import PlainProgress
 from attnres_aot.bundle import read_bundle
 from attnres_aot.bundle.writer import hold_target, work_folder
 from attnres_aot.errors import BundleError
+from attnres_aot.manifest import seal
 from attnres_aot.plan import Selection
 from attnres_aot.settings import Options
+from attnres_aot.tables import parse_table
 
 OTHER_SOURCES = dict.fromkeys(KERNEL_PARAMS, "1" * 64)
 NAMES = ["h1024-nb0", "h1024-nb1-delta", "h1024-nb1", "h1024-nb2", "h1024-nb2-delta-final"]
@@ -55,7 +57,10 @@ def test_the_manifest_says_what_was_planned_and_proven(tiny, path, facts):
     assert (manifest.arch.requested, manifest.arch.proven) == ("sm_90", "sm_90")
     assert manifest.toolchain == {"attnres-aot": "1.2.3", "nvidia-cutlass-dsl": "4.8.1"}
     assert manifest.sources_sha256 == facts.sources_sha256
-    assert [(table.tp, table.dcp, table.attn_stats) for table in manifest.tables] == [(2, 1, "1-4:1"), (4, 1, "1-4:1")]
+    assert [(table.tp, table.dcp, table.attn_stats) for table in manifest.tables] == [
+        (2, 1, ""),
+        (4, 1, ""),
+    ]  # it has no variants that take statistics
     assert [variant.name for variant in manifest.variants] == [
         "nb0-write0",
         "nb1-delta-write1",
@@ -67,7 +72,7 @@ def test_the_manifest_says_what_was_planned_and_proven(tiny, path, facts):
     assert manifest.variants[1].deployments == ((2, 1), (4, 1))
     image = manifest.images[1]
     assert (image.name, image.file) == ("h1024-nb1-delta", "h1024-nb1-delta.cubin")
-    assert (image.symbol, image.registers, image.smem_static_bytes) == ("kh1024_nb1_delta", 40, 96)
+    assert (image.symbol, image.registers, image.smem_static_bytes) == ("attnres_h1024_nb1_delta_cutlass_0", 40, 96)
     assert image.critical_instructions == image.budget.critical_instructions - 1
     assert (image.cluster, image.block_threads, image.rows_per_cluster, image.pdl) == (1, 128, 1, True)
 
@@ -75,13 +80,19 @@ def test_the_manifest_says_what_was_planned_and_proven(tiny, path, facts):
 def test_an_unchanged_build_starts_nothing_and_touches_nothing(tiny, path, compiler, monkeypatch):
     tiny()
     compiler.forget()
-    before = {file.name: file.stat() for file in [path, *path.iterdir()]}
+    before = {file.name: identity(file) for file in [path, *path.iterdir()]}
     path.parent.chmod(0o555)
     report = tiny()
     assert report.status == "unchanged"
     assert report.reused == tuple(NAMES)
     assert compiler.calls == []
-    assert {file.name: file.stat() for file in [path, *path.iterdir()]} == before
+    assert {file.name: identity(file) for file in [path, *path.iterdir()]} == before
+
+
+def identity(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced; not when it is read, as its access time does."""
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def test_jobs_and_folder_do_not_change_a_byte(tiny, tmp_path, files_of):
@@ -119,14 +130,13 @@ DAMAGES = [
     Damage("missing-image", lambda path: (path / "h1024-nb1.cubin").unlink(), 1),
     Damage("truncated-image", lambda path: os.truncate(path / "h1024-nb1.cubin", 3), 1),
     Damage("linked-image", _link, 1),
-    Damage("no-manifest", lambda path: (path / "manifest.json").unlink(), 5),
     Damage("truncated-manifest", lambda path: os.truncate(path / "manifest.json", 500), 5),
-    Damage("edited-threads", lambda path: _edit(path, '"block_threads": 128', '"block_threads": 64'), 1),
-    Damage("edited-registers", lambda path: _edit(path, '"registers": 40', '"registers": 41'), 0),
-    Damage("edited-table", lambda path: _edit(path, '"1-4:1"', '"1-3:1"'), 0),
-    Damage("reformatted-manifest", lambda path: _edit(path, '"schema": 1', '"schema":  1'), 0),
+    Damage("edited-threads", lambda path: _edit(path, '"block_threads": 128', '"block_threads": 64'), 5),
+    Damage("edited-registers", lambda path: _edit(path, '"registers": 40', '"registers": 41'), 5),
+    Damage("edited-table", lambda path: _edit(path, '"capacity": 4', '"capacity": 5'), 5),
+    Damage("reformatted-manifest", lambda path: _edit(path, '"schema": 2', '"schema":  2'), 5),
     Damage("extra-image", lambda path: (path / "extra.cubin").write_bytes(b"x"), 0),
-    Damage("newer-schema", lambda path: _edit(path, '"schema": 1', '"schema": 2'), 5),
+    Damage("newer-schema", lambda path: _edit(path, '"schema": 2', '"schema": 3'), 5),
 ]
 
 
@@ -193,13 +203,67 @@ def test_a_wider_configuration_compiles_only_what_is_new(tiny, tiny_config, path
 
 
 def test_a_changed_table_rewrites_the_manifest_alone(tiny, tiny_config, path, compiler):
-    tiny()
+    config = tiny_config(options=Options(ring=False, aux=False))
+    tiny(config=config)
     compiler.forget()
-    config = tiny_config()
-    report = tiny(config=dataclasses.replace(config, deployments=config.deployments[:1]))
+    changed = tuple(dataclasses.replace(each, attn_stats=parse_table("1-3:1")) for each in config.deployments)
+    report = tiny(config=dataclasses.replace(config, deployments=changed))
     assert report.status == "built"
     assert compiler.calls == []
-    assert [table.tp for table in read_bundle(path).manifest.tables] == [2]
+    assert [table.attn_stats for table in read_bundle(path).manifest.tables] == ["1-3:1", "1-3:1"]
+
+
+def test_another_configuration_does_not_take_the_place_of_one_that_holds_more(tiny, tiny_config, path, files_of):
+    tiny()
+    good = files_of(path)
+    config = tiny_config()
+    fewer_layers = dataclasses.replace(config.model, layers=1)
+    with pytest.raises(BundleError, match=r"lose 3 variants \(nb1-delta-write1, nb2, nb2-delta-final\) that it holds"):
+        tiny(config=dataclasses.replace(config, model=fewer_layers))
+    with pytest.raises(BundleError, match=r"lose \(tp, dcp\) \(4, 1\) that it holds"):
+        tiny(config=dataclasses.replace(config, deployments=config.deployments[:1]))
+    longer_rows = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_size=2048))
+    with pytest.raises(BundleError, match="lose all code for rows of 1024 elements that it holds"):
+        tiny(config=longer_rows)
+    assert files_of(path) == good
+    tiny(config=longer_rows, force=True)
+    assert read_bundle(path).manifest.model.hidden == 2048
+
+
+@pytest.mark.parametrize("manifest", [None, b"", b'{"name": "a web page", "icons": []}'])
+def test_a_folder_of_anybodys_cubins_is_no_bundle(manifest, tiny, path, files_of, make_request, facts, tmp_path):
+    path.mkdir(parents=True)
+    (path / "mine.cubin").write_bytes(b"precious")
+    if manifest is not None:
+        (path / "manifest.json").write_bytes(manifest)
+    before = files_of(path)
+    refusal = (
+        "is not empty, and holds no manifest that a build wrote; move it away, change --out, or replace it with --for"
+    )
+    with pytest.raises(BundleError, match=refusal):
+        tiny()
+    with pytest.raises(BundleError, match=refusal):
+        preview(make_request(tmp_path / "out"), facts)
+    assert files_of(path) == before
+    assert tiny(force=True).status == "built"
+    assert "mine.cubin" not in files_of(path)
+
+
+def test_tables_promise_what_the_bundle_holds(tiny, tiny_config, path, tmp_path):
+    """Tables that the configuration turns on are cut to the variants that are there."""
+    config = tiny_config(options=Options(ring=False, aux=False))
+    tiny(config=config)
+    assert [(t.attn_stats, t.attn_stats_blocks) for t in read_bundle(path).manifest.tables] == [("1-4:1", "1-2:1")] * 2
+    for only, promised in (
+        (("nb1", "nb1-delta-write1", "nb2"), ("", "")),
+        (("nb1*", "nb2"), ("1-4:1", "1:1")),
+        (("nb2*", "nb1-delta-write1-stats", "nb1"), ("1-4:1", "2:1")),
+        (("nb2-stats", "nb1-delta-write1-stats"), ("1-4:1", "1-2:1")),
+    ):
+        out = tmp_path / "-".join(only).replace("*", "x")
+        tiny(config=config, selection=Selection(only=only), out=out)
+        tables = read_bundle(out / "tiny-sm_90").manifest.tables
+        assert [(table.attn_stats, table.attn_stats_blocks) for table in tables] == [promised] * 2
 
 
 def test_force_compiles_everything_again_to_the_same_bytes(tiny, path, compiler, files_of):
@@ -274,7 +338,7 @@ def test_a_reused_image_is_proven_again(tiny, path, compiler, monkeypatch):
     manifest = json.loads((path / "manifest.json").read_text())
     image = next(each for each in manifest["images"] if each["name"] == "h1024-nb1")
     image.update(size=len(bad), sha256=hashlib.sha256(bad).hexdigest())
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(seal(manifest))
     (path / "h1024-nb1.cubin").write_bytes(bad)
     stream = io.StringIO()
     report = tiny(progress=PlainProgress(stream))
@@ -284,10 +348,13 @@ def test_a_reused_image_is_proven_again(tiny, path, compiler, monkeypatch):
     assert second.startswith("FAILED h1024-nb1: ")
 
 
-def test_a_part_of_the_plan_does_not_replace_the_whole(tiny, path, tmp_path, files_of):
+def test_a_part_of_the_plan_does_not_replace_the_whole(tiny, path, tmp_path, files_of, make_request, facts):
     tiny()
     good = files_of(path)
-    refusal = r"lose 4 variants that it holds; write elsewhere with --out, or replace it with --force"
+    refusal = (
+        r"lose 4 variants \(nb1, nb1-delta-write1, nb2, ...\) that it holds; write elsewhere with --out, "
+        "or replace it with --force"
+    )
     with pytest.raises(BundleError, match=refusal):
         tiny(selection=Selection(only=("nb0*",)))
     with pytest.raises(BundleError, match=r"lose \(tp, dcp\) \(4, 1\) that it holds"):
@@ -295,6 +362,8 @@ def test_a_part_of_the_plan_does_not_replace_the_whole(tiny, path, tmp_path, fil
     assert files_of(path) == good
     tiny(selection=Selection(only=("nb0*",)), out=tmp_path / "part")
     assert len(read_bundle(tmp_path / "part" / "tiny-sm_90").manifest.variants) == 1
+    with pytest.raises(BundleError, match="lose 4 variants"):
+        preview(make_request(tmp_path / "out", selection=Selection(only=("nb0*",))), facts)
     tiny(selection=Selection(only=("nb0*",)), force=True)
     assert len(read_bundle(path).manifest.variants) == 1
     assert len(tiny().compiled) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 
 from attnres_aot.bundle import read_bundle, read_image
+from attnres_aot.bundle.folder import read_at_once
+from attnres_aot.bundle.reader import image_bytes
 from attnres_aot.errors import BundleError
+from attnres_aot.manifest import seal
 
 
 @pytest.fixture
@@ -47,20 +51,31 @@ class Edit:
 
 
 EDITS = [
-    Edit("schema", ("schema",), 99, "manifest schema 99, but this attnres-aot reads schema 1; rebuild the bundle"),
+    Edit("schema", ("schema",), 99, "manifest schema 99, but this attnres-aot reads schema 2; rebuild the bundle"),
     Edit("bundle-name", ("name",), "../tiny", "name: '../tiny' is not a safe file name"),
     Edit("arch", ("arch", "proven"), "sm_xx", "arch.proven: 'sm_xx' is not a GPU architecture name"),
     Edit("escape", ("images", 0, "file"), "../secret.cubin", "file '../secret.cubin' is not a safe file name"),
     Edit("absolute", ("images", 0, "file"), "/etc/passwd", "file '/etc/passwd' is not a safe file name"),
     Edit("hidden", ("images", 0, "file"), ".x.cubin", "file '.x.cubin' is not a safe file name"),
-    Edit("newline", ("images", 0, "file"), "a\n", r"file 'a\n' is not a safe file name"),
+    Edit("newline", ("images", 0, "file"), "a\n", "it is plain ASCII without escapes"),
     Edit("empty-file-name", ("images", 0, "file"), "", "file '' is not a safe file name"),
     Edit("long", ("images", 0, "file"), "x" * 129, "is 129 characters long; at most 128 are allowed"),
-    Edit("manifest-as-image", ("images", 0, "file"), "manifest.json", "is the manifest's own name"),
+    Edit("manifest-as-image", ("images", 0, "file"), "manifest.json", "file is 'manifest.json', not 'h1024-nb0.cubin'"),
     Edit("same-file", ("images", 0, "file"), "h1024-nb1.cubin", "image file 'h1024-nb1.cubin' occurs more than once"),
     Edit("same-image", ("images", 0, "name"), "h1024-nb1", "image name 'h1024-nb1' occurs more than once"),
     Edit("digest", ("images", 0, "sha256"), "A" * 64, "is not a lower-case sha256 digest"),
     Edit("abi", ("images", 0, "abi"), "other", "abi 'other' is not one of consumer"),
+    Edit("cluster", ("images", 0, "cluster"), 2, "cluster is 2; its rows take clusters of 1"),
+    Edit("rows", ("images", 0, "rows_per_cluster"), 3, "rows_per_cluster is 3; every kernel handles 1"),
+    Edit("hidden-size", ("model", "hidden"), 2048, "its code is for rows of 1024 elements, the model has 2048"),
+    Edit("symbol", ("images", 0, "symbol"), "other", "symbol is 'other', not 'attnres_h1024_nb0_cutlass_0'"),
+    Edit(
+        "other-code",
+        ("variants", 0, "choices", 0, "image"),
+        "h1024-nb1",
+        "image 'h1024-nb1' is code for something else",
+    ),
+    Edit("other-write", ("variants", 0, "write"), 1, "write is 1; a block is only ever written at nb, which is 0"),
     Edit("no-threads", ("images", 0, "block_threads"), 0, "block_threads is 0; 1 to 1024 is possible"),
     Edit("big-cluster", ("images", 0, "cluster"), 17, "cluster is 17; 1 to 16 is possible"),
     Edit("kind", ("abis", "consumer", 0, "kind"), "f64", "'source': kind 'f64' is not one of pointer, i32, i64, f32"),
@@ -87,7 +102,7 @@ def test_a_manifest_that_lies_is_refused(edit, folder):
         place = place[step]
     assert place[edit.path[-1]] != edit.value
     place[edit.path[-1]] = edit.value
-    manifest.write_text(json.dumps(data))
+    manifest.write_bytes(seal(data))
     with pytest.raises(BundleError) as caught:
         read_bundle(folder)
     assert edit.message in str(caught.value)
@@ -97,7 +112,7 @@ def test_a_manifest_that_lies_is_refused(edit, folder):
 def test_all_lies_are_reported_together(folder):
     manifest = folder / "manifest.json"
     text = manifest.read_text().replace('"block_threads": 128', '"block_threads": 0').replace('"sm_90"', '"sm90"')
-    manifest.write_text(text)
+    manifest.write_bytes(seal(json.loads(text)))
     with pytest.raises(BundleError) as caught:
         read_bundle(folder)
     assert str(caught.value).count("block_threads is 0") == 5
@@ -146,7 +161,7 @@ DAMAGES = [
     Damage("dangling-link", lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").symlink_to("x")), "link"),
     Damage("truncated", _truncate_manifest, "not a manifest"),
     Damage("pipe", _pipe_manifest, "not a plain file"),
-    Damage("huge", _huge_manifest, "larger than the 16777216 bytes that are allowed"),
+    Damage("huge", _huge_manifest, "larger than the 8388608 bytes that are allowed"),
     Damage(
         "folder-as-manifest", lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").mkdir()), "plain file"
     ),
@@ -199,9 +214,9 @@ IMAGE_DAMAGES = [
 
 @pytest.mark.parametrize("damage", IMAGE_DAMAGES, ids=lambda damage: damage.name)
 def test_a_damaged_image_file_is_refused(damage, folder):
+    damage.inflict(folder / read_bundle(folder).manifest.images[2].file)
     bundle = read_bundle(folder)
     image = bundle.manifest.images[2]
-    damage.inflict(folder / image.file)
     with pytest.raises(BundleError) as caught:
         read_image(bundle, image)
     assert damage.message in str(caught.value)
@@ -213,7 +228,25 @@ def test_an_image_record_from_elsewhere_cannot_leave_the_folder(folder):
     (folder.parent / "secret.cubin").write_bytes(b"secret")
     image = dataclasses.replace(bundle.manifest.images[0], file="../secret.cubin")
     with pytest.raises(BundleError, match="not a safe file name"):
-        read_image(bundle, image)
+        read_at_once(folder, lambda opened: image_bytes(opened, image))
+
+
+def test_what_becomes_of_the_folder_later_does_not_matter(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    bundle = read_bundle(folder.name)
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(folder)
+    assert read_image(bundle, bundle.manifest.images[1]) == b"CUBIN of h1024-nb1-delta for sm_90"
+
+
+def test_no_descriptor_stays_open(folder):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    (folder / "h1024-nb1.cubin").unlink()
+    read_bundle(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(BundleError):
+        read_bundle(folder)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_reading_needs_the_standard_library_only():

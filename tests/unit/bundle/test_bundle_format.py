@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import types
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import abi, manifest
-from attnres_aot.bundle import MAX_MANIFEST_BYTES, manifest_check
+from attnres_aot import abi, manifest, variants
+from attnres_aot.bundle import limits, names
 
 PAGE = (Path(__file__).parents[3] / "docs" / "bundle_format.md").read_text()
 SCALARS = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
@@ -87,9 +88,27 @@ def test_the_page_lists_every_kind_with_its_size():
 
 def test_the_page_names_the_schema_and_the_limits():
     assert PAGE.startswith(f"# The bundle format, schema {manifest.SCHEMA}\n")
-    assert f"at most {manifest_check.MAX_NAME_CHARS} characters" in PAGE
-    assert f"at most {MAX_MANIFEST_BYTES >> 20} MiB" in PAGE
-    assert f"at most {manifest_check.MAX_IMAGE_BYTES >> 20} MiB" in PAGE
+    assert f"at most {names.MAX_NAME_CHARS} characters" in PAGE
+    for line in (
+        f"| manifest | {manifest.MAX_MANIFEST_BYTES >> 20} MiB; {manifest._MAX_PARTS:,} lists, objects and fields; ",
+        f"; numbers of {manifest._MAX_DIGITS} digits |",
+        f"| image, all images | {limits.MAX_IMAGE_BYTES >> 20} MiB, {limits.MAX_BUNDLE_BYTES >> 20} MiB |",
+        f"| images, variants, producers | {limits.MAX_IMAGES:,}, {limits.MAX_VARIANTS:,}, {limits.MAX_VARIANTS:,} |",
+        f"images of a variant | {variants.MAX_DEPLOYMENTS}, {variants.MAX_DEPLOYMENTS}, {limits.MAX_CHOICES} |",
+        f"| all tables together | {limits.MAX_TABLE_CHARS:,} characters |",
+        f"| any other text | {limits.MAX_TEXT_CHARS} characters |",
+    ):
+        assert line in PAGE
+
+
+def test_the_page_says_how_a_manifest_is_digested(bundle):
+    """As a reader in another language would check it, from the page alone."""
+    data = bundle.manifest_path.read_bytes()
+    assert data.count(b'\n "sha256": "') == 1
+    start = data.index(b'\n "sha256": "') + len('\n "sha256": "')
+    said = data[start : start + 64].decode()
+    assert hashlib.sha256(data[:start] + b"0" * 64 + data[start + 64 :]).hexdigest() == said
+    assert set(data) <= {*range(0x20, 0x7F), ord("\n")} - {ord("\\")}
 
 
 def test_a_real_manifest_has_the_form_that_the_page_promises(bundle):

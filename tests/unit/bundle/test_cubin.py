@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import struct
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.binary.cubin import MAX_CUBIN_BYTES, read_cubin
+from attnres_aot.binary.elf_image import MAX_NAME_BYTES, MAX_SYMBOLS, _name, _symbols, open_elf
+from attnres_aot.binary.kernel_facts import MAX_KERNELS, read_kernels
 from attnres_aot.errors import BundleError
 
 ALL_CONSUMERS = [
@@ -187,7 +190,7 @@ BROKEN = {
     "two sections of one name": (lambda data: replaced(data, b"\0.symtab\0", b"\0.strtab\0"), "the same name"),
     "huge section": (
         lambda data: patched(data, section_header(data, b".nv.info") + 32, "<Q", 1 << 62),
-        "does not fit",
+        r"its sections hold more than a file of \d+ bytes can",
     ),
     "half an attribute": (
         lambda data: patched(data, section_header(data, b".nv.info.consumer") + 32, "<Q", 30),
@@ -246,3 +249,36 @@ def test_any_damage_gives_facts_or_an_error_of_ours(cubin, kernel, arch, edits):
         message = "ok"
         assert all(kernel.instructions > 0 for kernel in facts.kernels)
     assert 0 < len(message) < 6000
+
+
+def test_more_symbols_than_any_cubin_has_are_not_looked_at():
+    with pytest.raises(BundleError, match="a symbol table of 98328 bytes"):
+        _symbols(bytes(24 * (MAX_SYMBOLS + 1)), b"\0")
+    assert len(_symbols(bytes(24 * MAX_SYMBOLS), b"\0")) == MAX_SYMBOLS
+
+
+def test_a_name_is_looked_for_no_further_than_it_may_be_long():
+    table = b"x" * MAX_NAME_BYTES + b"\0" + b"y" * (1 << 20)
+    assert _name(table, 0) == "x" * MAX_NAME_BYTES
+    with pytest.raises(BundleError, match="a name of more than 4096 bytes"):
+        _name(table, MAX_NAME_BYTES + 1)
+    with pytest.raises(BundleError, match="a name lies outside of its string table"):
+        _name(table, len(table) - 10)
+
+
+def test_more_kernels_than_ours_have_are_not_looked_at(cubin):
+    elf = open_elf(cubin("consumer"))
+    entry = next(symbol for symbol in elf.symbols if symbol.is_function)
+    many = dataclasses.replace(elf, symbols=(entry,) * (MAX_KERNELS + 1))
+    with pytest.raises(BundleError, match="17 kernels; the limit is 16"):
+        read_kernels(many)
+
+
+def test_sections_that_share_their_bytes_are_refused(cubin):
+    """Each of them would be a copy of its bytes."""
+    data = bytearray(cubin("consumer"))
+    start, count = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<H", data, 60)[0]
+    for index in range(1, count):
+        struct.pack_into("<QQ", data, start + 64 * index + 24, 0, len(data))
+    with pytest.raises(BundleError, match="its sections hold more than a file of"):
+        open_elf(bytes(data))

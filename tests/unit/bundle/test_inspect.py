@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.binary.disassembler import disassemble, find_disassembler
 from attnres_aot.cli import main
 from attnres_aot.errors import AttnResError
+
+
+def sizes(bundle) -> dict[str, int]:
+    """Bytes of each image by name."""
+    return {image["name"]: image["size"] for image in bundle.read()["images"]}
 
 
 def run(capsys, *arguments: str | Path) -> str:
@@ -48,11 +54,11 @@ def no_packages(monkeypatch):
 def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     out = run(capsys, bundle.path)
     assert "compute capability 10.0 and later 10.x; sm_100 requested, sm_100 proven" in out
-    assert "22 variants and 2 producers in 15 images of 98,488 bytes" in out
+    assert f"22 variants and 2 producers in 15 images of {sum(sizes(bundle).values()):,} bytes" in out
     assert "15 images: all with spills 0, rows 1" in out
     assert "rows 1-8:1, saved blocks 2:1 for (tp,dcp) (2,2)" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["h2048-nb1-delta", "8", "40", "2", "128", "6,696", "4"] in lines
+    assert ["h2048-nb1-delta", "8", "40", "2", "128", f"{sizes(bundle)['h2048-nb1-delta']:,}", "4"] in lines
     assert ["statistics", "2", "(2,2)", "1", "8"] in lines
     assert ["publish", "-", "(2,1)", "(2,2)", "1", "8"] in lines
     assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
@@ -79,7 +85,7 @@ def test_what_differs_among_images_gets_a_column(bundle, capsys):
     bundle.edit(lambda raw: raw["images"][2].update(spill_bytes=16))
     lines = [line.split() for line in run(capsys, bundle.path).splitlines()]
     assert ["image", "registers", "spills", "smem", "CTAs", "threads", "bytes", "serves"] in lines
-    assert ["h2048-nb1-delta", "8", "16", "40", "2", "128", "6,696", "4"] in lines
+    assert ["h2048-nb1-delta", "8", "16", "40", "2", "128", f"{sizes(bundle)['h2048-nb1-delta']:,}", "4"] in lines
 
 
 def test_a_publisher_is_launched_without_clusters(bundle, capsys):
@@ -121,7 +127,7 @@ def test_one_variant_in_full(bundle, capsys):
         "release 12.9",
     ):
         assert part in out
-    assert ["out_eps", "f32", "136", "4"] in [line.split() for line in out.splitlines()]
+    assert ["out_eps", "f32", str(CONSUMER_PARAMS[-1].offset), "4"] in [line.split() for line in out.splitlines()]
 
 
 def test_one_image_in_full_for_programs(bundle, capsys):
@@ -154,7 +160,7 @@ def test_json_holds_the_whole_manifest(bundle, capsys):
     shown = json.loads(run(capsys, bundle.path, "--json"))
     assert shown["manifest"] == bundle.read()
     assert shown["gpus"] == {"arch": "sm_100", "rule": "compute capability 10.0 and later 10.x"}
-    assert shown["counts"] == {"images": 15, "variants": 22, "producers": 2, "bytes": 98488}
+    assert shown["counts"] == {"images": 15, "variants": 22, "producers": 2, "bytes": sum(sizes(bundle).values())}
 
 
 def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
@@ -166,7 +172,9 @@ def test_an_unknown_variant_lists_the_nearest(bundle, capsys):
 
 def test_a_damaged_image_is_not_shown(bundle, capsys):
     bundle.image_path(1).write_bytes(b"x")
-    assert "1 bytes, but the manifest says 6696" in refused(capsys, 1, bundle.path, "--image", "h2048-nb0-wide")
+    assert f"1 bytes, but the manifest says {sizes(bundle)['h2048-nb0-wide']}" in refused(
+        capsys, 1, bundle.path, "--image", "h2048-nb0-wide"
+    )
 
 
 def test_misuse(make_bundle, capsys):
@@ -183,9 +191,11 @@ def test_misuse(make_bundle, capsys):
 
 def test_sass_is_what_the_disassembler_prints(bundle, capsys, tool, monkeypatch):
     monkeypatch.setenv("PATH", f"{tool}{os.pathsep}{os.environ['PATH']}")
-    assert run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--sass").endswith("--print-code 6696 bytes\n\n")
+    assert run(capsys, bundle.path, "--image", "h2048-nb0-wide", "--sass").endswith(
+        f"--print-code {sizes(bundle)['h2048-nb0-wide']} bytes\n\n"
+    )
     shown = json.loads(run(capsys, bundle.path, "--variant", "nb0-write0", "--sass", "--json"))
-    assert shown["images"][0]["sass"] == "--print-code 6696 bytes\n"
+    assert shown["images"][0]["sass"] == f"--print-code {sizes(bundle)['h2048-nb0']} bytes\n"
 
 
 def test_without_a_disassembler_the_package_to_install_is_named(bundle, capsys, monkeypatch, no_packages):

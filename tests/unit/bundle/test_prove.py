@@ -19,7 +19,10 @@ CRITICAL = 16
 """Instructions of the cubin's kernel up to its exit: it does not wait."""
 ROOMY = BudgetRecord(registers=32, smem_bytes=1024, critical_instructions=10_000)
 
+COUNT = len(CONSUMER_PARAMS)
+
 ASKED: dict[str, Any] = {
+    "symbol": "consumer",
     "arch": Arch(10, 0),
     "params": CONSUMER_PARAMS,
     "block_threads": 128,
@@ -55,13 +58,19 @@ SWAPPED = (
     dataclasses.replace(CONSUMER_PARAMS[10], offset=84, size=4),
     *CONSUMER_PARAMS[11:],
 )
+SYMBOLS = {"dynamic": "dynamic_kernel"}
 REFUSED = [
+    Refused(name="another symbol", asked={"symbol": "other"}, message="symbol: asked 'other', found 'consumer'"),
     Refused(name="another arch", asked={"arch": Arch(10, 3)}, message="arch: asked sm_103, the binary names sm_100"),
     Refused(name="suffix", asked={"arch": Arch(10, 0, "f")}, message="arch: asked sm_100f, the binary names sm_100"),
     Refused(name="two kernels", kernel="two", message="kernels: asked for exactly one, found 2: one, two"),
     Refused(name="no kernel", kernel="none", message="kernels: asked for exactly one, found 0: none"),
-    Refused(name="fewer parameters", asked={"params": CONSUMER_PARAMS[:-1]}, message="parameters: asked 23, found 24"),
-    Refused(name="more parameters", kernel="cluster", message="parameters: asked 24, found 1"),
+    Refused(
+        name="fewer parameters",
+        asked={"params": CONSUMER_PARAMS[:-1]},
+        message=f"parameters: asked {COUNT - 1}, found {COUNT}",
+    ),
+    Refused(name="more parameters", kernel="cluster", message=f"parameters: asked {COUNT}, found 1"),
     Refused(
         name="parameter place",
         asked={"params": SWAPPED},
@@ -104,17 +113,17 @@ REFUSED = [
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_a_difference_is_named_with_what_was_asked_and_found(cubin, case):
     with pytest.raises(CompileError) as caught:
-        prove_image(cubin(case.kernel), **{**ASKED, **case.asked})
+        prove_image(cubin(case.kernel), **{**ASKED, "symbol": SYMBOLS.get(case.kernel, case.kernel), **case.asked})
     assert case.message in str(caught.value)
 
 
 def test_all_differences_come_together(cubin):
     with pytest.raises(CompileError) as caught:
-        prove_image(cubin("spill", "sm_90"), **{**ASKED, "block_threads": 96})
+        prove_image(cubin("spill", "sm_90"), **{**ASKED, "symbol": "spill", "block_threads": 96})
     text = str(caught.value)
     for part in (
         "arch: asked sm_100",
-        "parameters: asked 24",
+        f"parameters: asked {COUNT}",
         "asked 96 x 1 x 1",
         "registers: 32",
         "local memory: 424",

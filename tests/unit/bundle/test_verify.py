@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from renaming import rename_kernel
 
+from attnres_aot.abi import CONSUMER_PARAMS
+from attnres_aot.bundle import writer
 from attnres_aot.cli import main
 from attnres_aot.manifest import MANIFEST_NAME
 from attnres_aot.verify import verify_bundle
@@ -22,12 +26,31 @@ def test_a_fresh_bundle_keeps_every_promise(make_bundle, arch):
     assert (report.ok, report.problems, report.notes) == (True, (), ())
 
 
+OTHER_RELEASE = "0" * 64
+OPEN = (
+    "built from other kernel sources than this release's, so not derived again: build keys, dynamic shared memory, and "
+    "up to how many rows each image of a variant is used"
+)
+
+
 def test_what_cannot_be_derived_again_is_a_note(make_bundle):
-    report = verify_bundle(make_bundle(sources="0" * 64).path)
-    assert report.ok
-    assert report.notes == (
-        "built from other kernel sources than this release: launch shapes and build keys were not derived again",
-    )
+    report = verify_bundle(make_bundle(sources=OTHER_RELEASE).path)
+    assert (report.ok, report.notes) == (True, (OPEN,))
+
+
+def test_what_was_not_checked_is_said_and_fails_if_all_must_be(make_bundle, capsys):
+    path = str(make_bundle(sources=OTHER_RELEASE).path)
+    assert main(["verify", path]) == 0
+    assert f"{path}: not checked: {OPEN}" in capsys.readouterr().out
+    assert main(["verify", "--strict", path]) == 1
+    assert "NOT OK: not all of it could be checked, as --strict asks" in capsys.readouterr().out
+    assert main(["verify", "--strict", "--json", path]) == 1
+    (report,) = json.loads(capsys.readouterr().out)["bundles"]
+    assert (report["ok"], report["problems"], report["not_checked"]) == (False, [], [OPEN])
+
+
+def test_a_bundle_of_this_release_is_checked_whole(bundle):
+    assert main(["verify", "--strict", str(bundle.path)]) == 0
 
 
 def image(**changes: Any) -> Callable[[dict[str, Any]], object]:
@@ -81,18 +104,18 @@ def producer(index: int, **fields: Any) -> Callable[[dict[str, Any]], object]:
 
 LIES = [
     Lie(name="image name", change=image(name="other"), message="image 'h2048-nb1-delta' is not in the bundle"),
-    Lie(name="image kernel", change=image(kernel="publish"), message="is of kernel 'publish', not 'consumer'"),
-    Lie(name="image of no variant", change=unknown_kernel, message="kernel 'other' is not one that this release knows"),
+    Lie(name="image kernel", change=image(kernel="publish"), message="its name is one of kernel 'consumer'"),
+    Lie(name="image of no variant", change=unknown_kernel, message="'other' does not name an image"),
     Lie(name="image file", change=image(file="other.cubin"), message="the file is missing"),
     Lie(name="image file outside", change=image(file="../x.cubin"), message="'../x.cubin' is not a safe file name"),
     Lie(name="image file too long", change=image(file="x" * 300), message="is 300 characters long"),
     Lie(name="image sha256", change=image(sha256="0" * 64), message="but the manifest says 00000"),
-    Lie(name="image size", change=image(size=6695), message="6696 bytes, but the manifest says 6695"),
+    Lie(name="image size", change=image(size=6695), message="bytes, but the manifest says 6695"),
     Lie(name="image symbol", change=image(symbol="other"), message="symbol: the manifest says 'other', the binary has"),
     Lie(name="image abi", change=image(abi="other"), message="abi 'other' is not one of consumer"),
-    Lie(name="image cluster", change=image(cluster=1), message="cluster is 1, its sources say 2"),
-    Lie(name="image cluster uneven", change=image(cluster=3), message="3 CTAs of 128 threads do not share"),
-    Lie(name="image rows", change=image(rows_per_cluster=2), message="rows_per_cluster is 2, its sources say 1"),
+    Lie(name="image cluster", change=image(cluster=1), message="cluster is 1; its rows take clusters of 2"),
+    Lie(name="image cluster uneven", change=image(cluster=3), message="cluster is 3; its rows take clusters of 2"),
+    Lie(name="image rows", change=image(rows_per_cluster=2), message="rows_per_cluster is 2; every kernel handles 1"),
     Lie(name="image threads", change=image(block_threads=64), message="asked 64 x 1 x 1, the binary fixes 128"),
     Lie(name="image static", change=image(smem_static_bytes=0), message="smem_static_bytes: the manifest says 0"),
     Lie(name="image dynamic", change=image(smem_dynamic_bytes=16), message="smem_dynamic_bytes is 16, its sources"),
@@ -106,6 +129,7 @@ LIES = [
         message="critical_instructions: the manifest says 1, the binary",
     ),
     Lie(name="over budget", change=budget(smem_bytes=1), message="smem_static_bytes is 40, over its budget of 1"),
+    Lie(name="budget", change=budget(registers=200), message="budget is not what its sources allow"),
     Lie(name="image key", change=image(build_key="0" * 64), message="build_key is not that of its spec"),
     Lie(name="image twice", change=lambda raw: raw["images"].append(raw["images"][0]), message="occurs more than once"),
     Lie(
@@ -113,8 +137,12 @@ LIES = [
         change=lambda raw: raw["variants"].__delitem__(slice(2)),
         message="no variant or producer uses it",
     ),
-    Lie(name="images swapped", change=other_image, message="its code would be 'h2048-nb0' up to 16 rows"),
-    Lie(name="schema", change=lambda raw: raw.update(schema=2), message="manifest schema 2"),
+    Lie(name="images swapped", change=other_image, message="'h2048-nb1-delta' is code for something else"),
+    Lie(
+        name="schema",
+        change=lambda raw: raw.update(schema=1),
+        message="manifest schema 1, but this attnres-aot reads schema 2",
+    ),
     Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
     Lie(name="bundle name", change=lambda raw: raw.update(name="a/b"), message="'a/b' is not a safe file name"),
     Lie(name="arch requested", change=lambda raw: raw["arch"].update(requested="sm_100a"), message="was requested"),
@@ -123,18 +151,30 @@ LIES = [
     Lie(name="config digest", change=lambda raw: raw.update(config_sha256="x"), message="config_sha256 'x'"),
     Lie(name="toolchain", change=lambda raw: raw["toolchain"].update(assembler="13"), message="build_key is not that"),
     Lie(name="no toolchain", change=lambda raw: raw.update(toolchain={}), message="toolchain: empty"),
-    Lie(name="hidden", change=lambda raw: raw["model"].update(hidden=1024), message="its code would be 'h1024-nb0' up"),
+    Lie(
+        name="hidden",
+        change=lambda raw: raw["model"].update(hidden=1024),
+        message="is for rows of 2048 elements, the model has 1024",
+    ),
     Lie(name="layers", change=lambda raw: raw["model"].update(layers=2), message="the model has 1 saved blocks"),
     Lie(name="no block size", change=lambda raw: raw["model"].update(block_size=0), message="model.block_size is 0"),
     Lie(name="capacity", change=lambda raw: raw["mailbox"].update(capacity=4), message="is outside of 1..4"),
     Lie(name="slots", change=lambda raw: raw["mailbox"].update(slots=[1]), message="mailbox.slots are [1], but"),
     Lie(name="table", change=lambda raw: raw["tables"][1].update(attn_stats="8-1:1"), message="span 8-1 is reversed"),
     Lie(name="table value", change=lambda raw: raw["tables"][1].update(attn_stats="1:7"), message="or not 0 or 1"),
-    Lie(name="table off", change=lambda raw: raw["tables"][1].update(attn_stats=""), message="never use statistics"),
+    Lie(
+        name="table off",
+        change=lambda raw: raw["tables"][1].update(attn_stats=""),
+        message="never turns statistics on for [2] saved blocks",
+    ),
     Lie(name="table twice", change=lambda raw: raw["tables"].append(raw["tables"][0]), message="occurs more than once"),
     Lie(name="tables swapped", change=lambda raw: raw["tables"].reverse(), message="are not ascending"),
     Lie(name="table gone", change=lambda raw: raw["tables"].pop(0), message="deployments (2, 1) are not in the tables"),
-    Lie(name="parameter moved", change=move_parameter, message="parameter 'out_eps': asked 4 bytes at offset 140"),
+    Lie(
+        name="parameter moved",
+        change=move_parameter,
+        message=f"parameter 'out_eps': asked 4 bytes at offset {CONSUMER_PARAMS[-1].offset + 4}",
+    ),
     Lie(name="parameters swapped", change=swap_parameters, message="abis.consumer: not the parameter list of"),
     Lie(name="abi unused", change=lambda raw: raw["abis"].update(other=[]), message="abis.other: no image takes it"),
     Lie(name="variant name", change=variant(0, name="nb0"), message="its fields describe 'nb0-write0'"),
@@ -155,9 +195,7 @@ LIES = [
     ),
     Lie(name="producer malformed", change=producer(1, name="publish-nb2", nb=2), message="is not a producer name"),
     Lie(name="producer kernel", change=producer(1, kernel="other", name="other"), message="'publish', not 'other'"),
-    Lie(
-        name="producer blocks", change=producer(0, nb=3, name="statistics-nb3"), message="the model has 2 saved blocks"
-    ),
+    Lie(name="producer blocks", change=producer(0, nb=3, name="statistics-nb3"), message="is code for something else"),
     Lie(
         name="producer choices",
         change=producer(0, choices=[{"image": "h2048-publish", "max_rows": None}]),
@@ -198,18 +236,70 @@ def test_every_field_of_an_image_record_is_among_the_lies(bundle):
     assert changed == set(bundle.read()["images"][0])
 
 
-def test_swapped_files_with_the_same_bytes_are_still_the_same_bundle(bundle):
-    """Two images of this bundle are one binary, so a swap of their names alone breaks nothing."""
+def swap_names(raw: dict[str, Any]) -> None:
+    first, second = raw["images"][2:4]
+    first["name"], second["name"] = second["name"], first["name"]
+
+
+def disagree(raw: dict[str, Any]) -> None:
+    raw["variants"][0]["choices"][0]["max_rows"] = 3
+
+
+DERIVED_FROM_THE_MANIFEST_ALONE = [
+    *(
+        lie
+        for lie in LIES
+        if lie.name in {"image rows", "image cluster", "image cluster uneven", "hidden", "image abi", "image symbol"}
+        or lie.name in {"images swapped", "table off", "variant write", "producer choices", "over budget", "slots"}
+    ),
+    Lie(name="rows thrice", change=image(rows_per_cluster=3), message="rows_per_cluster is 3; every kernel handles 1"),
+    Lie(name="names swapped", change=swap_names, message="file is"),
+]
+
+
+@pytest.mark.parametrize("lie", DERIVED_FROM_THE_MANIFEST_ALONE, ids=lambda lie: lie.name)
+def test_a_lie_in_the_manifest_of_another_release_is_found(make_bundle, lie):
+    bundle = make_bundle(sources=OTHER_RELEASE)
+    bundle.edit(lie.change)
+    assert lie.message in "\n".join(verify_bundle(bundle.path).problems)
+
+
+def test_the_images_of_a_variant_follow_from_the_sources(make_bundle):
+    own, other = make_bundle(), make_bundle("sm_90", sources=OTHER_RELEASE)
+    for bundle in own, other:
+        bundle.edit(disagree)
+    assert "its code would be 'h2048-nb0' up to 16 rows" in "\n".join(verify_bundle(own.path).problems)
+    assert verify_bundle(other.path).ok
+
+
+def test_swapped_files_are_found(bundle):
     bundle.edit(swap_files)
-    assert verify_bundle(bundle.path).ok
+    assert "file is 'h2048-nb1-delta.cubin', not 'h2048-nb0.cubin'" in "\n".join(verify_bundle(bundle.path).problems)
 
 
-def test_swapped_files_are_found(make_bundle, cubin):
-    bundle = make_bundle()
-    first, second = bundle.image_path(0), bundle.image_path(2)
-    first.write_bytes(cubin("wide"))
-    second.write_bytes(cubin("consumer"))
-    assert len(verify_bundle(bundle.path).problems) == 1
+@pytest.mark.parametrize("sources", [None, OTHER_RELEASE])
+def test_code_that_was_exchanged_consistently_is_found(make_bundle, sources):
+    """Two images of the same shape exchange their code, digests and sizes included; only the symbols tell."""
+    bundle = make_bundle(sources=sources)
+
+    def exchange(raw: dict[str, Any]) -> None:
+        first, second = [image for image in raw["images"] if image["block_threads"] == 128][:2]
+        one, other = bundle.path / first["file"], bundle.path / second["file"]
+        data = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(data)
+        for field in ("sha256", "size"):
+            first[field], second[field] = second[field], first[field]
+
+    bundle.edit(exchange)
+    problems = verify_bundle(bundle.path).problems
+    assert len(problems) == 2
+    assert "'attnres_h2048_nb0_cutlass_0', the binary has attnres_h2048_nb1_delta_cutlass_0" in problems[0]
+
+
+def test_every_image_has_a_symbol_of_its_own(bundle):
+    symbols = [image["symbol"] for image in bundle.read()["images"]]
+    assert len(set(symbols)) == len(symbols) == 15
 
 
 def test_a_binary_with_its_digest_updated_is_still_found(bundle, cubin):
@@ -223,10 +313,10 @@ def test_a_binary_with_its_digest_updated_is_still_found(bundle, cubin):
 
 def test_dynamic_shared_memory_for_a_binary_without_any_is_found(make_bundle, cubin):
     """Found from the binary alone, whatever sources the bundle was built from."""
-    bundle, other = make_bundle(sources="0" * 64), cubin("wide")
+    bundle = make_bundle(sources=OTHER_RELEASE)
+    other = rename_kernel(cubin("wide"), "wide", bundle.read()["images"][2]["symbol"])
     bundle.image_path(2).write_bytes(other)
     record = {
-        "symbol": "wide",
         "sha256": hashlib.sha256(other).hexdigest(),
         "size": len(other),
         "registers": 32,
@@ -281,9 +371,29 @@ def reformat(bundle) -> None:
     bundle.manifest_path.write_text(json.dumps(bundle.read()))
 
 
+def edit_in_place(bundle) -> None:
+    text = bundle.manifest_path.read_text()
+    bundle.manifest_path.write_text(text.replace('"capacity": 64', '"capacity": 65'))
+
+
+def flip_manifest(bundle) -> None:
+    """Changes the digest itself."""
+    data = bundle.manifest_path.read_bytes()
+    at = data.index(b'\n "sha256": "') + 13
+    bundle.manifest_path.write_bytes(data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :])
+
+
+def loosen(bundle) -> None:
+    """Writes another form of the same manifest, with the digest of that form."""
+    data = bundle.manifest_path.read_bytes().replace(b'"schema": 2', b'"schema":  2')
+    start = data.index(b'\n "sha256": "') + 13
+    digest = hashlib.sha256(data[:start] + b"0" * 64 + data[start + 64 :]).hexdigest().encode()
+    bundle.manifest_path.write_bytes(data[:start] + digest + data[start + 64 :])
+
+
 DAMAGES = {
     "flipped": (flip, "sha256 is"),
-    "truncated": (cut, "6695 bytes, but the manifest says 6696"),
+    "truncated": (cut, "bytes, but the manifest says"),
     "emptied": (lambda bundle: bundle.image_path().write_bytes(b""), "0 bytes, but the manifest says"),
     "missing": (lambda bundle: bundle.image_path().unlink(), "the file is missing"),
     "symlinked": (link, "a symbolic link"),
@@ -295,7 +405,10 @@ DAMAGES = {
     "manifest symlinked": (link_manifest, "a symbolic link"),
     "manifest truncated": (lambda bundle: bundle.manifest_path.write_text('{"schema"'), "not a manifest"),
     "manifest not an object": (lambda bundle: bundle.manifest_path.write_text("[1]"), "expected an object"),
-    "manifest reformatted": (reformat, "not in canonical form"),
+    "manifest reformatted": (reformat, "it does not hold its own digest once"),
+    "manifest flipped": (flip_manifest, "changed after the build: its digest is"),
+    "manifest edited": (edit_in_place, "changed after the build: its digest is"),
+    "manifest with spaces": (loosen, "not in canonical form"),
 }
 
 
@@ -319,9 +432,10 @@ def test_all_problems_are_reported_together(bundle):
 
 
 def test_the_command_says_ok_and_for_which_gpus(bundle, capsys):
+    size = sum(image["size"] for image in bundle.read()["images"])
     assert main(["verify", str(bundle.path)]) == 0
     assert capsys.readouterr().out == (
-        f"{bundle.path}: OK: 15 images of 98,488 bytes, 22 variants, 2 producers, "
+        f"{bundle.path}: OK: 15 images of {size:,} bytes, 22 variants, 2 producers, "
         "sm_100 (for compute capability 10.0 and later 10.x)\n"
     )
 
@@ -349,3 +463,27 @@ def test_the_command_speaks_json(bundle, capsys):
 def test_no_bundle_is_a_failure_that_names_the_next_step(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
     assert "there is no such folder; build one with `attnres-aot build" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_bundle_that_is_replaced_meanwhile_is_one_or_the_other(exchange, make_bundle, monkeypatch):
+    """What verify sees is one bundle, however often it is replaced, in one step or in two."""
+    if not exchange:
+        monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
+    path = make_bundle().path
+    stop, reports = threading.Event(), []
+
+    def verify() -> None:
+        while not stop.is_set():
+            reports.append(verify_bundle(path))
+
+    thread = threading.Thread(target=verify)
+    thread.start()
+    try:
+        for number in range(12):
+            make_bundle(sources=None if number % 2 else OTHER_RELEASE)
+    finally:
+        stop.set()
+        thread.join()
+    assert [report.problems for report in reports if not report.ok] == []
+    assert len({report.notes for report in reports}) == 2

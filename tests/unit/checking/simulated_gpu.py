@@ -240,7 +240,7 @@ def opened():
 
     class Opened(LoadedConsumer):
         device, device_name = CPU, "simulated"
-        bundle = SimpleNamespace(manifest=manifest, path=folder)
+        bundle = SimpleNamespace(manifest=manifest, path=folder, manifest_sha256="0" * 64)
 
         def __init__(self):
             self.loaded = SimpleNamespace(

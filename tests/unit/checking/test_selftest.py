@@ -16,6 +16,7 @@ from attnres_aot.checking.report import kind_of, totals
 from attnres_aot.checking.suite import bundle_variants, check_variants, image_variants, wait
 from attnres_aot.errors import DriverError, OperandError
 from attnres_aot.manifest import (
+    SCHEMA,
     ArchRecord,
     BudgetRecord,
     Choice,
@@ -40,8 +41,9 @@ def manifest_of(names: list[str]) -> Manifest:
     variants = [parse_variant(name) for name in names]
     images = dict.fromkeys(str(choices_for(variant, HIDDEN)[0].spec) for variant in variants)
     return Manifest(
-        schema=1, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="", sources_sha256="",
-        toolchain={}, model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
+        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="",
+        sources_sha256="", toolchain={},
+        model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
         mailbox=MailboxRecord(capacity=64, slots=(8,)), tables=(), abis={},
         images=tuple(
             ImageRecord(
@@ -88,7 +90,7 @@ class FakeLoaded:
 def bundle(tmp_path):
     manifest = manifest_of(NAMES)
     (tmp_path / "manifest.json").write_bytes(dump_manifest(manifest))
-    return Bundle(path=Path(tmp_path), manifest=manifest)
+    return Bundle(path=Path(tmp_path), manifest=manifest, manifest_sha256="0" * 64, files={}, damage={})
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from attnres_aot.variants import (
     Producer,
     Variant,
     choices_for,
+    kernel_symbol,
     parse_producer,
     parse_variant,
     producer_spec_for,
@@ -185,10 +186,10 @@ class BundleMaker:
         specs = {str(choices_for(variant, HIDDEN)[0].spec): "consumer" for variant in parsed}
         specs |= {str(producer_spec_for(producer, HIDDEN)): producer.kernel for producer in made}
         images = []
-        for index, (spec_name, kernel) in enumerate(specs.items()):
+        for spec_name, kernel in specs.items():
             taken = (binary_params or params) if kernel == "consumer" else KERNEL_PARAMS[kernel]
             layout = " ".join(f"{p.offset}:{p.size}" for p in taken)
-            data = f"STUB {binary_threads} kernel_{index} {layout}".encode()
+            data = f"STUB {binary_threads} {kernel_symbol(spec_name)} {layout}".encode()
             (path / f"{spec_name}.cubin").write_bytes(data)
             images.append(
                 ImageRecord(
@@ -197,7 +198,7 @@ class BundleMaker:
                     file=f"{spec_name}.cubin",
                     sha256=hashlib.sha256(data).hexdigest(),
                     size=len(data),
-                    symbol=f"kernel_{index}",
+                    symbol=kernel_symbol(spec_name),
                     abi=kernel,
                     cluster=HIDDEN // 1024,
                     rows_per_cluster=1,
@@ -233,6 +234,12 @@ class BundleMaker:
         )
         (path / "manifest.json").write_bytes(dump_manifest(change(manifest)))
         return path
+
+    def load_changed(self, variants: Iterable[str], change: Callable[[Manifest], Manifest]) -> LoadedBundle:
+        """Loads a sound bundle and changes its manifest in memory, as another release might have written it."""
+        loaded = api.load(self.write(variants))
+        changed = dataclasses.replace(loaded.bundle, manifest=change(loaded.bundle.manifest))
+        return LoadedBundle(changed, loaded.device)
 
 
 def record_of(variant: Variant) -> VariantRecord:

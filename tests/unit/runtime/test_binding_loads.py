@@ -118,7 +118,7 @@ def test_every_image_that_some_row_count_takes_is_loaded(stub, bundles, weights,
         choices = (Choice(image=second.choices[0].image, max_rows=4), first.choices[0])
         return dataclasses.replace(manifest, variants=(dataclasses.replace(first, choices=choices), second))
 
-    loaded = api.load(bundles.write(["nb2-delta", "nb2"], change=by_rows))
+    loaded = bundles.load_changed(["nb2-delta", "nb2"], by_rows)
     prepared = PreparedAttnRes(weights, key, 1e-5, loaded)
     before = loads(stub)
     assert before[0] == 2

@@ -207,7 +207,7 @@ def test_the_image_is_chosen_by_rows(stub, bundles, weights, operands):
         choices = (Choice(image=second.choices[0].image, max_rows=4), first.choices[0])
         return dataclasses.replace(manifest, variants=(dataclasses.replace(first, choices=choices), second))
 
-    loaded = api.load(bundles.write(["nb2-delta", "nb2"], change=by_rows))
+    loaded = bundles.load_changed(["nb2-delta", "nb2"], by_rows)
     prepared = attnres_aot.PreparedAttnRes(weights, ConsumerKey(nb=2, has_delta=True), 1e-5, loaded)
     for rows in (4, 5):
         prepared.run(*operands(rows=rows).ordinary)
@@ -219,7 +219,7 @@ def test_grid_covers_rows_that_do_not_fill_a_cluster(stub, bundles, weights, key
         image = dataclasses.replace(manifest.images[0], rows_per_cluster=4, cluster=2, smem_dynamic_bytes=50000)
         return dataclasses.replace(manifest, images=(image,))
 
-    loaded = api.load(bundles.write(["nb2-delta"], change=four_rows))
+    loaded = bundles.load_changed(["nb2-delta"], four_rows)
     attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands(rows=9).ordinary)
     launch = stub.launch()
     assert (launch.grid[0], launch.cluster[0], launch.smem) == (6, 2, 50000)

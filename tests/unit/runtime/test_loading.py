@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import attnres_aot
 from attnres_aot.abi import CONSUMER_PARAMS, lay_out
 from attnres_aot.errors import BundleError, DriverError, UsageError
+from attnres_aot.manifest import seal
 from attnres_aot.runtime import api, driver, torch_device
 
 from .conftest import LOADING
@@ -69,10 +72,11 @@ def test_binary_with_other_parameters_is_refused(stub, bundles, weights, key):
     assert stub.calls("cuKernelGetFunction") == 0
 
 
-def test_binary_with_fewer_threads_is_refused(bundles, weights, key, stub):
-    loaded = api.load(bundles.write(["nb2-delta"], binary_threads=64))
-    with pytest.raises(BundleError, match=r"at most 64 threads per CTA, but the manifest says 128"):
-        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded)
+@pytest.mark.parametrize("threads", [64, 256])
+def test_binary_with_other_threads_is_refused(bundles, weights, key, operands, stub, threads):
+    loaded = api.load(bundles.write(["nb2-delta"], binary_threads=threads))
+    with pytest.raises(BundleError, match=rf"{threads} threads per CTA, but the manifest says 128"):
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands().ordinary)
 
 
 def test_unknown_parameter_list_is_refused_at_load(stub, bundles):
@@ -81,11 +85,87 @@ def test_unknown_parameter_list_is_refused_at_load(stub, bundles):
         api.load(bundles.write(["nb2-delta"], params=params))
 
 
-def test_image_that_changes_after_load_is_refused(stub, bundle, weights, key):
-    file = bundle.bundle.path / "h1024-nb2-delta.cubin"
+@pytest.mark.parametrize("order", ["names", "places"])
+def test_parameters_in_another_order_are_refused_at_load(stub, bundles, order):
+    """Names and kinds are those that the loader knows, but not where it puts them."""
+    fields = [(param.name, param.kind) for param in CONSUMER_PARAMS]
+    fields[0], fields[1] = fields[1], fields[0]
+    params = lay_out(fields)
+    if order == "places":
+        last = dataclasses.replace(CONSUMER_PARAMS[-1], offset=CONSUMER_PARAMS[-1].offset + 4)
+        params = (*CONSUMER_PARAMS[:-1], last)
+    at, found = (
+        ("0", "'prefix' at offset 0, not 'source'")
+        if order == "names"
+        else ("24", f"'out_eps' at offset {CONSUMER_PARAMS[-1].offset + 4}")
+    )
+    with pytest.raises(BundleError, match=rf"is not what this attnres-aot fills: number {at} is {found}"):
+        api.load(bundles.write(["nb2-delta"], params=params))
+
+
+CHANGES = {
+    "rows": (lambda raw: raw["images"][0].update(rows_per_cluster=3), "rows_per_cluster is 3; every kernel handles 1"),
+    "cluster": (lambda raw: raw["images"][0].update(cluster=2), "cluster is 2; its rows take clusters of 1"),
+    "hidden": (lambda raw: raw["model"].update(hidden=2048), "rows of 1024 elements, the model has 2048"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_launch_fact_is_refused_at_load(stub, bundles, change):
+    """Once because the file is not as it was written, and once, its digest made anew, because of what it says."""
+    edit, message = CHANGES[change]
+    path = bundles.write(["nb2-delta"]) / "manifest.json"
+    raw = json.loads(path.read_bytes())
+    edit(raw)
+    path.write_text(json.dumps(raw, indent=1, sort_keys=True) + "\n")
+    with pytest.raises(BundleError, match="changed after it was built: its digest is"):
+        api.load(path.parent)
+    path.write_bytes(seal(raw))
+    with pytest.raises(BundleError, match=message):
+        api.load(path.parent)
+
+
+def test_code_of_another_image_is_refused(stub, bundles, weights, key, operands):
+    """Two images exchange their files, digests included: what is found in a binary goes by the image's name."""
+    path = bundles.write(["nb2-delta", "nb2"])
+    raw = json.loads((path / "manifest.json").read_bytes())
+    first, second = raw["images"]
+    one, other = (path / image["file"] for image in raw["images"])
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+    for field_name in ("sha256", "size"):
+        first[field_name], second[field_name] = second[field_name], first[field_name]
+    (path / "manifest.json").write_bytes(seal(raw))
+    loaded = api.load(path)
+    with pytest.raises(BundleError, match="no kernel 'attnres_h1024_nb2_delta_cutlass_0', so it is the code of someth"):
+        attnres_aot.PreparedAttnRes(weights, key, 1e-5, loaded).run(*operands().ordinary)
+
+
+def test_a_damaged_image_is_refused_at_load(stub, bundles):
+    path = bundles.write(["nb2-delta", "nb2"])
+    file = path / "h1024-nb2-delta.cubin"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(BundleError, match=r"sha256"):
-        attnres_aot.PreparedAttnRes(weights, key, 1e-5, bundle)
+    with pytest.raises(BundleError, match="is damaged; searched"):
+        api.load(path)
+
+
+def test_a_bundle_that_is_replaced_after_load_stays_what_it_was(stub, bundle, prepared, operands, monkeypatch):
+    shutil.rmtree(bundle.bundle.path)
+    prepared.run(*operands().ordinary)
+    assert stub.launch_count() == 1
+    assert attnres_aot.preload(bundle) == len(bundle.bundle.manifest.images)
+
+
+@pytest.mark.parametrize("table", ["1-99999999:1", "0-3:1", "1-65:1", "later"])
+def test_a_table_beyond_the_mailbox_is_refused(stub, bundles, table):
+    def change(manifest):
+        tables = (dataclasses.replace(manifest.tables[0], attn_stats=table), *manifest.tables[1:])
+        return dataclasses.replace(manifest, tables=tables)
+
+    loaded = bundles.load_changed(["nb2-delta"], change)
+    with pytest.raises(BundleError, match=f"the statistics table '{table}' does not turn on numbers from 1 to 64"):
+        loaded.statistics_rows(8, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +187,7 @@ REFUSALS = [
     Refusal(function="cuLibraryLoadData", status=200, text="load image .*INVALID_IMAGE; .*attnres-aot verify"),
     Refusal(function="cuLibraryLoadData", status=2, text="OUT_OF_MEMORY; free device memory"),
     Refusal(function="cuLibraryLoadData", status=900, text="CAPTURE_UNSUPPORTED; .*make and bind .*before capturing"),
-    Refusal(function="cuLibraryGetKernel", status=500, text="find kernel 'kernel_.*CUDA_ERROR_NOT_FOUND"),
+    Refusal(function="cuLibraryGetKernel", status=2, text="find kernel 'attnres_h1024_nb2_delta_cutlass_0'"),
     Refusal(function="cuKernelGetFunction", status=2, text="put image .* on cpu"),
     Refusal(function="cuKernelGetParamInfo", status=400, text="describe the parameters of image"),
     Refusal(function="cuKernelGetAttribute", status=400, text="tell the block size of image"),

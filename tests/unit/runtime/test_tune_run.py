@@ -155,7 +155,7 @@ def test_every_image_of_a_variant_is_timed_by_itself(stub, bundles, monkeypatch)
         first = dataclasses.replace(manifest.variants[0], choices=choices)
         return dataclasses.replace(manifest, variants=(first, *manifest.variants[1:]))
 
-    loaded = api.load(bundles.write(NAMES, change=two_images))
+    loaded = bundles.load_changed(NAMES, two_images)
     used = []
 
     def image_us(rig: Rig, job: Job) -> float:
@@ -185,7 +185,7 @@ def test_variants_that_share_their_images_are_timed_once(stub, bundles) -> None:
         )
 
     names = ["nb2-delta-write2-aux", "nb2-delta-aux", "nb2-delta", "nb1-delta"]
-    loaded = api.load(bundles.write(names, change=two_images))
+    loaded = bundles.load_changed(names, two_images)
     assert [str(variant) for variant in variants_with_choice(loaded)] == ["nb2-delta"]
 
 
