@@ -94,8 +94,6 @@ class BudgetRecord:
     """Registers per thread."""
     smem_bytes: int
     """Shared memory that the kernel declares, bytes per CTA."""
-    critical_instructions: int
-    """Instructions of the critical path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

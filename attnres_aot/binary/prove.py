@@ -114,7 +114,6 @@ def _resource_problems(kernel: KernelFacts, budget: BudgetRecord) -> Iterator[st
     for what, used, allowed in (
         ("registers: {} per thread", kernel.registers, budget.registers),
         ("shared memory: {} bytes per CTA", kernel.smem_static_bytes, budget.smem_bytes),
-        ("critical path: {} instructions", kernel.critical_instructions, budget.critical_instructions),
     ):
         if used > allowed:
             yield f"{what.format(used)}, the budget is {allowed}"

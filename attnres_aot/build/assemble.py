@@ -36,7 +36,7 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
     Raises:
       CompileError: the binary is not what was asked for; says what was asked and what was found.
     """
-    budget = budget_for(wanted.spec, wanted.launch)
+    budget = budget_for(wanted.launch)
     facts = prove_image(
         image.cubin,
         symbol=kernel_symbol(wanted.name),

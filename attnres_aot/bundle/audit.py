@@ -115,7 +115,6 @@ def _image_problems(manifest: Manifest) -> Iterator[str]:
         for field, used, allowed in (
             ("registers", image.registers, image.budget.registers),
             ("smem_static_bytes", image.smem_static_bytes, image.budget.smem_bytes),
-            ("critical_instructions", image.critical_instructions, image.budget.critical_instructions),
         ):
             if used > allowed:
                 yield f"{where}: {field} is {used}, over its budget of {allowed}"

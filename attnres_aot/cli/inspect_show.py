@@ -124,7 +124,7 @@ def _image_facts(record: ImageRecord, facts: CubinFacts) -> Iterator[tuple[str, 
     yield "PDL", "allowed" if record.pdl else "not allowed"
     local = f"{record.stack_bytes} bytes of stack, {record.spill_bytes} of spills"
     yield "registers", f"{record.registers} (budget {budget.registers}); {local}"
-    yield "critical path", f"{record.critical_instructions} instructions (budget {budget.critical_instructions})"
+    yield "critical path", f"{record.critical_instructions} instructions"
     for kernel in facts.kernels:
         slow = kernel.local_instructions
         yield "code", f"{kernel.instructions} instructions, {slow or 'none'} of them on local memory"

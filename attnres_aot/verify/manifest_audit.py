@@ -52,7 +52,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
             found = getattr(image, field)
             if found != launch[constant]:
                 yield f"image {image.name!r}: {field} is {found}, its sources say {launch[constant]}"
-        if image.budget != budget_for(spec, launch):
+        if image.budget != budget_for(launch):
             yield f"image {image.name!r}: budget is not what its sources allow"
         if image.build_key != build_key(spec, launch, parse_arch(manifest.arch.requested), facts):
             yield f"image {image.name!r}: build_key is not that of its spec, arch, launch shape, sources and toolchain"

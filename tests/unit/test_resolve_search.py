@@ -56,7 +56,7 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         stack_bytes=0,
         spill_bytes=0,
         critical_instructions=100,
-        budget=BudgetRecord(registers=255, smem_bytes=4096, critical_instructions=200),
+        budget=BudgetRecord(registers=255, smem_bytes=4096),
         build_key="0" * 64,
     )
     manifest = Manifest(

@@ -17,7 +17,7 @@ from attnres_aot.manifest import BudgetRecord
 
 CRITICAL = 16
 """Instructions of the cubin's kernel up to its exit: it does not wait."""
-ROOMY = BudgetRecord(registers=32, smem_bytes=1024, critical_instructions=10_000)
+ROOMY = BudgetRecord(registers=32, smem_bytes=1024)
 
 COUNT = len(CONSUMER_PARAMS)
 
@@ -26,7 +26,7 @@ ASKED: dict[str, Any] = {
     "arch": Arch(10, 0),
     "params": CONSUMER_PARAMS,
     "block_threads": 128,
-    "budget": BudgetRecord(registers=8, smem_bytes=40, critical_instructions=CRITICAL),
+    "budget": BudgetRecord(registers=8, smem_bytes=40),
 }
 
 
@@ -89,11 +89,6 @@ REFUSED = [
         name="shared memory",
         asked={"budget": dataclasses.replace(ROOMY, smem_bytes=39)},
         message="shared memory: 40 bytes per CTA, the budget is 39",
-    ),
-    Refused(
-        name="critical path",
-        asked={"budget": dataclasses.replace(ROOMY, critical_instructions=CRITICAL - 1)},
-        message=f"critical path: {CRITICAL} instructions, the budget is {CRITICAL - 1}",
     ),
     Refused(
         name="spills",

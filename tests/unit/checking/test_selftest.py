@@ -50,7 +50,7 @@ def manifest_of(names: list[str]) -> Manifest:
                 name=name, kernel="consumer", file="", sha256="", size=0, symbol="", abi="", cluster=1,
                 rows_per_cluster=1, block_threads=128, smem_static_bytes=0, smem_dynamic_bytes=0, pdl=True,
                 registers=0, stack_bytes=0, spill_bytes=0, critical_instructions=0,
-                budget=BudgetRecord(registers=0, smem_bytes=0, critical_instructions=0), build_key="",
+                budget=BudgetRecord(registers=0, smem_bytes=0), build_key="",
             )
             for name in images
         ),

@@ -210,7 +210,7 @@ class BundleMaker:
                     stack_bytes=0,
                     spill_bytes=0,
                     critical_instructions=100,
-                    budget=BudgetRecord(registers=255, smem_bytes=4096, critical_instructions=200),
+                    budget=BudgetRecord(registers=255, smem_bytes=4096),
                     build_key=hashlib.sha256(spec_name.encode()).hexdigest(),
                 )
             )
