@@ -42,6 +42,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
     toolchain = {name: version for name, version in manifest.toolchain.items() if name != PACKAGE_COMPONENT}
     facts = BuildFacts(
         toolchain=toolchain,
+        flavour=manifest.flavour,
         package_version=manifest.toolchain.get(PACKAGE_COMPONENT, ""),
         sources=_own_sources(),
     )
@@ -52,7 +53,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
             found = getattr(image, field)
             if found != launch[constant]:
                 yield f"image {image.name!r}: {field} is {found}, its sources say {launch[constant]}"
-        if image.budget != budget_for(spec, launch):
+        if image.budget != budget_for(spec, launch, manifest.flavour):
             yield f"image {image.name!r}: budget is not what its sources allow"
         if image.build_key != build_key(spec, launch, parse_arch(manifest.arch.requested), facts):
             yield f"image {image.name!r}: build_key is not that of its spec, arch, launch shape, sources and toolchain"

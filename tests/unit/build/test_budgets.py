@@ -64,3 +64,11 @@ def test_whatever_kimi_k3_needs_fits_as_its_launch_constants_promise():
         launch = launch_constants(spec)
         needed = budget_for(spec, launch).registers * launch["threads"] * launch["min_ctas_per_sm"]
         assert needed <= SM_REGISTERS, str(spec)
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: budget.name)
+def test_the_other_flavour_may_have_a_few_more_instructions_and_nothing_else(budget):
+    usual, other = budget_for(budget.spec, ROOMY), budget_for(budget.spec, ROOMY, "cu13")
+    assert (other.registers, other.smem_bytes) == (usual.registers, usual.smem_bytes)
+    assert 1.03 < other.critical_instructions / usual.critical_instructions <= 1.05
+    assert budget_for(budget.spec, ROOMY, "cu12") == usual
