@@ -13,13 +13,14 @@ BUNDLE ?=
 
 BUILD_VENV := .venv
 TEST_VENV := .venv-test
+FLAVOURS_VENV := .venv-flavours
 BUILD_STAMP := $(BUILD_VENV)/.installed
 TEST_STAMP := $(TEST_VENV)/.installed
 INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test prove-ptx fuzz check format test-gpu stress-gpu measure clean
+.PHONY: help build plan test prove-ptx fuzz check check-flavours format test-gpu stress-gpu measure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -53,6 +54,11 @@ format: $(TEST_STAMP) ## format the code and fix what can be fixed
 	$(TEST_VENV)/bin/ruff format .
 	$(TEST_VENV)/bin/ruff check --fix .
 
+check-flavours: ## build with either and both compiler libraries, beside drivers of three ages: equal bytes; some five minutes
+	$(call make-venv,$(FLAVOURS_VENV))
+	$(FLAVOURS_VENV)/bin/python $(PIP_INSTALL) --editable '.[build]'
+	$(FLAVOURS_VENV)/bin/python scripts/check_flavours.py
+
 test-gpu: ## check every variant of BUNDLE on this machine's GPU with GPU_PYTHON (torch and pytest, no compiler)
 	ATTNRES_AOT_BUNDLE="$(BUNDLE)" $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_FLAGS)
 
@@ -63,7 +69,7 @@ measure: ## measure BUNDLE on this machine's GPU into the folder results; see do
 	GPU_PYTHON="$(GPU_PYTHON)" scripts/measure.sh "$(BUNDLE)" results
 
 clean: ## remove virtual environments, caches and built bundles
-	rm -rf $(BUILD_VENV) $(TEST_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(BUILD_VENV) $(TEST_VENV) $(FLAVOURS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find artifacts -mindepth 1 -maxdepth 1 ! -name README.md -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 from attnres_aot.arch import BUILDABLE, choices
 
 
-def build_command(arch: str, name: str | None = None, *, force: bool = False) -> str:
+def build_command(arch: str, name: str | None = None, *, force: bool = False, flavour: str | None = None) -> str:
     """Says how to build a bundle of an unchanged configuration, to stand within a sentence.
 
     Args:
       arch: arch to build for; one that cannot be built for is answered with those that can.
       name: the configuration's name; None is the one that is built by default.
       force: replace what is there.
+      flavour: the compiler's flavour to ask for; None leaves it out.
     """
     from attnres_aot.shipped import DEFAULT_NAME, names  # only errors need it
 
     if arch not in map(str, BUILDABLE):
         return f"a build for another arch ({arch} cannot be built for; choose from {choices()})"
-    end = " --force" if force else ""
+    end = (f" --flavour {flavour}" if flavour else "") + (" --force" if force else "")
     if name in (None, DEFAULT_NAME):
         return f"`attnres-aot build --arch {arch}{end}`"
     origin = f", which `attnres-aot config {name}` prints" if name in names() else ""

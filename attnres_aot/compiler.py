@@ -6,16 +6,21 @@ at import. Only this module and `attnres_aot.kernels` import the DSL, and only i
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
+import secrets
+import shutil
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.arch import Arch
+from attnres_aot.driverless import stand_in_for_driver
 from attnres_aot.errors import CompileError
+from attnres_aot.toolkits import DEFAULT_FLAVOUR
 from attnres_aot.variants import (
     ELEMS_PER_CTA,
     FEW_BLOCKS,
@@ -54,8 +59,20 @@ class CompiledImage:
     """Wall time of the compilation."""
 
 
-def prepare_environment(arch: Arch, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Readies an environment for compiling for `arch`: no DSL settings but the arch, and no visible GPU."""
+_PROBE_BYTES = 1 << 20
+
+
+def prepare_environment(
+    arch: Arch, flavour: str = DEFAULT_FLAVOUR, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Readies this process for compiling for `arch`: no DSL settings but the arch, no visible GPU, no driver.
+
+    Args:
+      arch: what will be compiled for.
+      flavour: which of the installed compiler libraries compiles, a key of `toolkits.FLAVOURS`.
+      environ: environment variables that are changed.
+    """
+    stand_in_for_driver(flavour)
     for name in [name for name in environ if name.startswith("CUTE_DSL_")]:
         del environ[name]
     environ["CUTE_DSL_ARCH"] = str(arch)
@@ -122,12 +139,15 @@ def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:
     symbol = kernel_symbol(str(spec)).removesuffix(SYMBOL_END)
     kernel.kernel.set_name_prefix(symbol, keep_mangled_name=False)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="attnres-aot-") as folder:
+    with _dump_folder() as folder:
         options = f"--gpu-arch={arch} --keep-cubin --keep-ptx --dump-dir={folder}"
-        compiled = cute.compile(kernel, *_arguments(KERNEL_PARAMS[spec.kernel]), options=options)
+        try:
+            compiled = cute.compile(kernel, *_arguments(KERNEL_PARAMS[spec.kernel]), options=options)
+        except Exception as error:
+            raise _full_disk(folder) or error from error
         cubin, ptx = compiled.artifacts.CUBIN, compiled.artifacts.PTX
-    if not isinstance(cubin, bytes) or not cubin:
-        raise CompileError(f"{spec}: the compiler wrote no cubin for {arch}")
+        if not isinstance(cubin, bytes) or not _is_whole(cubin):
+            raise _full_disk(folder) or CompileError(f"{spec}: the compiler wrote no whole cubin for {arch}")
     return CompiledImage(
         cubin=cubin,
         ptx=ptx,
@@ -137,6 +157,45 @@ def compile_image(spec: ImageSpec, arch: Arch) -> CompiledImage:
         pdl=bool(shape["pdl"]),
         seconds=time.perf_counter() - start,
     )
+
+
+@contextlib.contextmanager
+def _dump_folder() -> Iterator[str]:
+    """Makes a new folder in the working directory, which the compiler's files pass through; removes it at the end.
+
+    Its name is all that the compiler gets: options are words separated by blanks, and a path may hold anything.
+    """
+    name = f"attnres-aot-{os.getpid()}-{secrets.token_hex(4)}"
+    Path(name).mkdir()
+    try:
+        yield name
+    finally:
+        shutil.rmtree(name, ignore_errors=True)
+
+
+def _is_whole(cubin: bytes) -> bool:
+    """Tells whether a file is an ELF file up to its last table; on a full disk the compiler cuts it without a word."""
+    if len(cubin) < 64 or not cubin.startswith(b"\x7fELF"):
+        return False
+    start, size, count = (int.from_bytes(cubin[at:end], "little") for at, end in ((40, 48), (58, 60), (60, 62)))
+    first, entry, many = (int.from_bytes(cubin[at:end], "little") for at, end in ((32, 40), (54, 56), (56, 58)))
+    return len(cubin) >= max(start + size * count, first + entry * many)
+
+
+def _full_disk(folder: str) -> CompileError | None:
+    """Returns an error if nothing can be written into `folder`, which is then why the compiler failed."""
+    try:
+        with Path(folder, "probe").open("xb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        where = str(Path.cwd())
+        return CompileError(
+            f"the compiler's files cannot be written to {where!r}: {error.strerror or error}; "
+            "make room there, or choose another disk with --out"
+        )
+    return None
 
 
 def _kernel(spec: ImageSpec, shape: dict[str, int]) -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import sys
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
+from attnres_aot import streams
 from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -53,6 +53,14 @@ ANYWHERE = ("config",)
 """Those that are as useful on a build machine."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help fails where it cannot be written."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; argparse's own way takes no notice of errors."""
+        print(self.format_help(), end="", file=file)
+
+
 def main(argv: list[str]) -> int:
     """Runs one command and returns its exit status: 0 done, 1 failed, 2 misuse, 130 interrupted.
 
@@ -61,15 +69,17 @@ def main(argv: list[str]) -> int:
     """
     try:
         status = _dispatch(argv)
-        sys.stdout.flush()
+        streams.flush_output()
     except (UsageError, ConfigError) as error:
         return _fail(str(error), MISUSED)
     except AttnResError as error:
         return _fail(str(error), FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader has gone; what is left in the buffer must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if not streams.is_output_error(error):
+            raise
+        streams.give_up_output(error)
         return FAILED
     return status
 
@@ -96,7 +106,7 @@ def _run(name: str, arguments: list[str]) -> int:
             return _fail(needs, FAILED)
         print(f"usage: attnres-aot {name} ...\n\n{command.help}\n\n{needs}; then --help lists its options")
         return 0
-    parser = argparse.ArgumentParser(prog=f"attnres-aot {name}", description=command.help, allow_abbrev=False)
+    parser = _Parser(prog=f"attnres-aot {name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)
     try:
         args = parser.parse_args(arguments)
@@ -108,5 +118,5 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    streams.tell(f"error: {message}")
     return status

@@ -209,6 +209,10 @@ class Manifest:
     """Digest of the kernel and compiler sources."""
     toolchain: dict[str, str]
     """Component -> version of everything that decides the bytes."""
+    flavour: str
+    """Which of the compiler's libraries made the images: `cu` and the CUDA major version of its assembler."""
+    oldest_driver: str
+    """The oldest CUDA version whose driver can run the images, e.g. `12.8`; a reader may need a newer one itself."""
     model: ModelRecord
     """Model geometry."""
     mailbox: MailboxRecord

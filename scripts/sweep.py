@@ -27,6 +27,7 @@ from attnres_aot.binary.prove import prove_image
 from attnres_aot.build.budgets import budget_for
 from attnres_aot.compiler import compile_image, launch_constants, prepare_environment
 from attnres_aot.errors import AttnResError
+from attnres_aot.toolkits import DEFAULT_FLAVOUR
 from attnres_aot.variants import (
     ELEMS_PER_CTA,
     HIDDEN_STEP,
@@ -85,6 +86,7 @@ def check(job: tuple[str, ImageSpec]) -> tuple[str, int, str]:
             compile_image(spec, arch).cubin,
             symbol=kernel_symbol(str(spec)),
             arch=arch,
+            flavour=DEFAULT_FLAVOUR,
             params=KERNEL_PARAMS[spec.kernel],
             block_threads=launch["threads"],
             budget=budget_for(launch),

@@ -24,6 +24,8 @@ MAX_CUBIN_BYTES = 1 << 20
 _OSABI_OLD, _OSABI_NEW = 0x33, 0x41
 _NOTE_TKINFO = 2000
 _TKINFO_HEAD = struct.Struct("<6I")
+_LAST_OLD_LAYOUT = "cu12"
+_RELEASE = re.compile(r"\brelease ([1-9][0-9]*)\.[0-9]+")
 _ARCH_OPTION = re.compile(r"-(?:arch|-gpu-name)[= ](sm_\w+)")
 
 
@@ -37,6 +39,9 @@ class CubinFacts:
     """Version line of the tool that made the binary, or None where the layout does not record it."""
     options: str | None
     """Command line of that tool, or None where the layout does not record it."""
+    flavour: str | None
+    """CUDA major version of that tool, e.g. `cu12`, or None where the note does not tell. Binaries of the older layout
+    record none and count as `cu12`: CUDA 12 was the last to write it."""
     kernels: tuple[KernelFacts, ...]
     """Kernels in ascending order of symbol."""
 
@@ -69,6 +74,7 @@ def read_cubin(data: bytes) -> CubinFacts:
         arch=arch,
         toolkit=note.version if note else None,
         options=note.options if note else None,
+        flavour=_flavour(elf, note),
         kernels=read_kernels(elf),
     )
 
@@ -95,6 +101,13 @@ def _arch(elf: ElfImage, note: _ToolNote | None) -> Arch:
     if from_note.capability != from_flags.capability or (flagged and from_note.suffix != "a"):
         raise BundleError(f"cubin contradicts itself: e_flags name {from_flags}, .note.nv.tkinfo names {from_note}")
     return from_note
+
+
+def _flavour(elf: ElfImage, note: _ToolNote | None) -> str | None:
+    if note is None:
+        return _LAST_OLD_LAYOUT if elf.os_abi == _OSABI_OLD else None
+    release = _RELEASE.search(note.version)
+    return f"cu{release[1]}" if release else None
 
 
 def _arch_option(note: _ToolNote) -> Arch:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attnres_aot.abi import Param
 from attnres_aot.arch import Arch
-from attnres_aot.binary.cubin import read_cubin
+from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
 from attnres_aot.errors import BundleError, CompileError
 from attnres_aot.manifest import BudgetRecord
@@ -34,7 +34,14 @@ class ImageFacts:
 
 
 def prove_image(
-    cubin: bytes, *, symbol: str, arch: Arch, params: tuple[Param, ...], block_threads: int, budget: BudgetRecord
+    cubin: bytes,
+    *,
+    symbol: str,
+    arch: Arch,
+    flavour: str,
+    params: tuple[Param, ...],
+    block_threads: int,
+    budget: BudgetRecord,
 ) -> ImageFacts:
     """Checks that a binary is the image that was asked for.
 
@@ -42,6 +49,7 @@ def prove_image(
       cubin: The whole file.
       symbol: What its one kernel must be called.
       arch: The target it must name, suffix included.
+      flavour: The compiler's flavour that must have made it, e.g. `cu12`.
       params: The parameter list its kernel must take.
       block_threads: Threads per CTA, in x, that its kernel must fix.
       budget: What it may use.
@@ -59,6 +67,7 @@ def prove_image(
     problems = []
     if facts.arch != arch:
         problems.append(f"arch: asked {arch}, the binary names {facts.arch}")
+    problems += flavour_problems(facts, flavour)
     if len(facts.kernels) != 1:
         found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
         problems.append(f"kernels: asked for exactly one, found {len(facts.kernels)}: {found:.400}")
@@ -80,6 +89,13 @@ def prove_image(
         smem_static_bytes=kernel.smem_static_bytes,
         critical_instructions=kernel.critical_instructions,
     )
+
+
+def flavour_problems(facts: CubinFacts, flavour: str) -> Iterator[str]:
+    """Yields a line if the binary was made by another flavour of the compiler than `flavour`."""
+    if facts.flavour != flavour:
+        made_by = facts.toolkit or "a compiler that does not name itself"
+        yield f"flavour: asked {flavour}, the binary is of {facts.flavour or 'an unknown one'} ({made_by})"
 
 
 def launch_problems(kernel: KernelFacts, *, params: tuple[Param, ...], block_threads: int) -> Iterator[str]:

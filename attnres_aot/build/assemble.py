@@ -27,11 +27,12 @@ from attnres_aot.manifest import (
 from attnres_aot.plan import Plan, PlannedVariant
 from attnres_aot.settings import Deployment
 from attnres_aot.tables import BatchTable, Span
+from attnres_aot.toolkits import cuda_text, oldest_driver
 from attnres_aot.variants import kernel_symbol
 
 
-def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> ImageRecord:
-    """Proves an image from its binary and returns what the manifest says about it.
+def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan, flavour: str) -> ImageRecord:
+    """Proves an image from its binary, made by `flavour`, and returns what the manifest says about it.
 
     Raises:
       CompileError: the binary is not what was asked for; says what was asked and what was found.
@@ -41,6 +42,7 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan) -> Image
         image.cubin,
         symbol=kernel_symbol(wanted.name),
         arch=plan.arch,
+        flavour=flavour,
         params=KERNEL_PARAMS[wanted.kernel],
         block_threads=image.block_threads,
         budget=budget,
@@ -81,6 +83,8 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
         config_sha256=config.digest,
         sources_sha256=facts.sources_sha256,
         toolchain=facts.recorded,
+        flavour=facts.flavour,
+        oldest_driver=cuda_text(oldest_driver(facts.flavour, plan.arch)),
         model=ModelRecord(
             hidden=model.hidden_size,
             layers=model.layers,

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import resource
-import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +17,10 @@ from attnres_aot.build.assemble import assemble, prove_record
 from attnres_aot.build.image import FinishedImage
 from attnres_aot.build.inventory import Inventory, Source, Step, steps, take_stock
 from attnres_aot.build.keys import BuildFacts, WantedImage, wanted_images
-from attnres_aot.build.pool import Job, JobFailure, Pool, PoolSettings
+from attnres_aot.build.pool import Job, JobFailure, Pool, PoolSettings, Target
 from attnres_aot.build.progress import Progress
 from attnres_aot.build.report import BuildReport
+from attnres_aot.build.scratch import scratch_folder
 from attnres_aot.bundle import read_manifest_bytes
 from attnres_aot.bundle.writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
 from attnres_aot.errors import BundleError, CompileError
@@ -90,10 +89,10 @@ def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> Build
     """
     start = time.perf_counter()
     try:
-        if not has_leftovers(request.path):
-            seen = preview(request, facts)
-            if seen.unchanged:
-                return _unchanged_report(request, seen.steps, start)
+        seen = preview(request, facts)
+        if seen.unchanged:
+            _remove_leftovers(request.path)
+            return _unchanged_report(request, seen.steps, start)
         return _build_alone(request, facts, progress, start)
     except OSError as error:
         raise _impossible(request, error) from error
@@ -102,29 +101,53 @@ def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> Build
 def _impossible(request: BuildRequest, error: OSError) -> BundleError:
     """Returns the error for a system that refuses what building needs."""
     where = f"{error.filename}: " if error.filename and str(error.filename) != str(request.path) else ""
-    return BundleError(f"cannot build {str(request.path)!r}: {where}{error.strerror or error}")
+    return BundleError(
+        f"cannot build {str(request.path)!r}: {where}{error.strerror or error}; make room or choose another folder "
+        "with --out, then run the same command again: finished images are kept"
+    )
+
+
+def refused_report(request: BuildRequest, reason: str) -> BuildReport:
+    """Returns the report of a build that was refused."""
+    return BuildReport(
+        path=str(request.path),
+        arch=str(request.plan.arch),
+        status="refused",
+        variants=len(request.plan.variants),
+        producers=len(request.plan.producers),
+        images=len(request.plan.images),
+        reason=reason,
+    )
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what killed builds left beside a bundle that is as it should be; fails nothing."""
+    if has_leftovers(path):
+        with contextlib.suppress(BundleError, OSError), hold_target(path):
+            take_stock(path).store.clear()
+            work_folder(path).rmdir()
 
 
 def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, start: float) -> BuildReport:
     """Builds as the only builder of the target."""
-    with hold_target(request.path, force=request.force) as target, _scratch(request.path) as scratch:
+    with hold_target(request.path, force=request.force) as target, scratch_folder(request.path) as scratch:
         seen = preview(request, facts)
         if seen.unchanged:
             take_stock(request.path).store.clear()
             return _unchanged_report(request, seen.steps, start)
-        run = _Run(request, seen.steps, progress)
+        run = _Run(request, facts, seen.steps, progress)
         try:
             missing = sum(step.image is None for step in seen.steps)
             progress.begin(request.plan.bundle_name, missing, len(seen.steps) - missing)
             run.prove_reused()
-            run.compile_missing(facts, scratch)
+            run.compile_missing(scratch)
         finally:
             progress.end()
         size = 0
         if not run.failures:
             manifest = assemble(request.plan, facts, run.records())
             files = {record.file: run.images[record.name].cubin for record in manifest.images}
-            write_bundle(target, manifest, files)
+            run.warnings = write_bundle(target, manifest, files)
             run.store.clear()
             size = _size_bytes(manifest)
     return run.report(time.perf_counter() - start, size)
@@ -133,12 +156,13 @@ def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, s
 class _Run:
     """The images of one build as they become finished."""
 
-    def __init__(self, request: BuildRequest, decided: tuple[Step, ...], progress: Progress) -> None:
-        self.request, self.progress, self.steps = request, progress, decided
+    def __init__(self, request: BuildRequest, facts: BuildFacts, decided: tuple[Step, ...], progress: Progress) -> None:
+        self.request, self.facts, self.progress, self.steps = request, facts, progress, decided
         self.wanted: dict[str, WantedImage] = {step.wanted.name: step.wanted for step in decided}
         self.images: dict[str, FinishedImage] = {}
         self.proven: dict[str, ImageRecord] = {}
         self.failures: list[JobFailure] = []
+        self.warnings: tuple[str, ...] = ()
         self.store = take_stock(request.path).store
         self.compile_seconds = 0.0
         self.pool_bytes = 0
@@ -153,13 +177,14 @@ class _Run:
                     self.failures.append(JobFailure(name=step.wanted.name, reason=str(error)))
                     self.progress.refused(self.failures[-1])
 
-    def compile_missing(self, facts: BuildFacts, scratch: Path) -> None:
+    def compile_missing(self, scratch: Path) -> None:
         """Compiles and proves the other images."""
-        request = self.request
+        request, facts = self.request, self.facts
         jobs = [_job(step.wanted) for step in self.steps if step.image is None]
         if not jobs or not self._may_go_on():
             return
-        pool = Pool(facts.compiler, request.plan.arch, scratch, request.pool, self, keep_going=request.keep_going)
+        target = Target(compiler=facts.compiler, arch=request.plan.arch, flavour=facts.flavour)
+        pool = Pool(target, scratch, request.pool, self, keep_going=request.keep_going)
         try:
             pool.compile_all(jobs)
         finally:
@@ -202,6 +227,7 @@ class _Run:
             compiled=tuple(step.wanted.name for step in done if step.source is Source.COMPILER),
             reused=tuple(step.wanted.name for step in done if step.source is not Source.COMPILER),
             failures=tuple(sorted(self.failures, key=lambda failure: list(self.wanted).index(failure.name))),
+            warnings=self.warnings,
             jobs=self.request.pool.workers,
             wall_seconds=wall_seconds,
             compile_seconds=self.compile_seconds,
@@ -210,7 +236,7 @@ class _Run:
         )
 
     def _accept(self, name: str, image: FinishedImage) -> None:
-        self.proven[name] = prove_record(self.wanted[name], image, self.request.plan)
+        self.proven[name] = prove_record(self.wanted[name], image, self.request.plan, self.facts.flavour)
         self.images[name] = image
 
     def _may_go_on(self) -> bool:
@@ -232,7 +258,7 @@ def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory
     if len(images) != len(decided):
         return False
     try:
-        records = [prove_record(wanted, image, request.plan) for wanted, image in images]
+        records = [prove_record(wanted, image, request.plan, facts.flavour) for wanted, image in images]
     except CompileError:
         return False
     names = {MANIFEST_NAME, *(record.file for record in records)}
@@ -285,18 +311,3 @@ def _unchanged_report(request: BuildRequest, decided: tuple[Step, ...], start: f
 
 def _size_bytes(manifest: Manifest) -> int:
     return sum(image.size for image in manifest.images) + len(dump_manifest(manifest))
-
-
-@contextlib.contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """Gives an empty folder for the workers, and leaves nothing but finished images in the work folder."""
-    work = work_folder(path)
-    scratch = work / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            work.rmdir()

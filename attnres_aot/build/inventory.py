@@ -112,6 +112,8 @@ def _what_changed(manifest: Manifest, facts: BuildFacts) -> str:
         for name in sorted(before.keys() | facts.toolchain.keys())
         if before.get(name) != facts.toolchain.get(name)
     ]
+    if manifest.flavour != facts.flavour:
+        changes.append(f"flavour {manifest.flavour} -> {facts.flavour}")
     if manifest.sources_sha256 != facts.sources_sha256:
         changes.append("the kernel or compiler sources changed")
     return ", ".join(changes) or "its launch constants changed"

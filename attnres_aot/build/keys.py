@@ -1,7 +1,8 @@
 """Build keys: the identity that decides whether an image has to be compiled again.
 
 What a loader asks for (a variant name) is stable across rebuilds; a build key is not. It covers the spec, the arch,
-the launch constants, the sources (kernels and compile options), the toolchain and the manifest's schema number.
+the launch constants, the sources (kernels and compile options), the toolchain, its flavour and the manifest's schema
+number.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from attnres_aot.build.sources import combined_digest, sources_digests
 from attnres_aot.build.toolchain import toolchain_versions
 from attnres_aot.manifest import SCHEMA, canonical_json, to_json
 from attnres_aot.plan import Plan
+from attnres_aot.toolkits import DEFAULT_FLAVOUR
 from attnres_aot.variants import ImageSpec
 
 DEFAULT_COMPILER = "attnres_aot.compiler"
@@ -38,6 +40,8 @@ class BuildFacts:
 
     toolchain: dict[str, str]
     """Component -> version of the compiler."""
+    flavour: str = DEFAULT_FLAVOUR
+    """Which of the compiler's libraries compiles, a key of `toolkits.FLAVOURS`."""
     package_version: str
     """Version of attnres-aot: recorded, but no part of a build key, as it changes no image."""
     sources: dict[str, str]
@@ -56,13 +60,15 @@ class BuildFacts:
         return {PACKAGE_COMPONENT: self.package_version, **self.toolchain}
 
 
-def gather_facts() -> BuildFacts:
+def gather_facts(flavour: str = DEFAULT_FLAVOUR) -> BuildFacts:
     """Reads the installed compiler's versions and the package's own sources.
 
     Raises:
-      CompileError: the compiler is not installed.
+      CompileError: the compiler, or its library of that flavour, is not installed.
     """
-    return BuildFacts(toolchain=toolchain_versions(), package_version=__version__, sources=sources_digests())
+    return BuildFacts(
+        toolchain=toolchain_versions(flavour), flavour=flavour, package_version=__version__, sources=sources_digests()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,7 @@ def build_key(spec: ImageSpec, launch: dict[str, int], arch: Arch, facts: BuildF
         "launch": launch,
         "arch": str(arch),
         "toolchain": facts.toolchain,
+        "flavour": facts.flavour,
         "sources": facts.sources[spec.kernel],
         "compiler": facts.compiler,
         "schema": schema,

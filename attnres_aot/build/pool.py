@@ -27,6 +27,8 @@ from attnres_aot.errors import CompileError
 from attnres_aot.manifest import to_json
 from attnres_aot.variants import ConsumerSpec, ImageSpec, StatisticsSpec
 
+_LONGEST_WAIT = 3600.0  # seconds; the system's own limit on one wait is some 24 days
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -48,6 +50,18 @@ class Job:
         if isinstance(spec, ConsumerSpec):
             return 2 + spec.slots + (3 if spec.nb is None else spec.nb)
         return 1 + spec.nb if isinstance(spec, StatisticsSpec) else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What the workers of a pool are started for."""
+
+    compiler: str
+    """Dotted name of the module that compiles."""
+    arch: Arch
+    """What it compiles for."""
+    flavour: str
+    """Which of the compiler's libraries compiles, e.g. `cu12`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +87,7 @@ class PoolSettings:
     workers: int
     """Processes at the same time."""
     job_seconds: float = 120.0
-    """Time limit of one image; they take 0.1-0.4 s on the slowest machine seen."""
+    """Time limit of one image, infinity for none; they take 0.1-0.4 s on the slowest machine seen."""
     start_seconds: float = 120.0
     """Time limit of a worker's start."""
     jobs_per_worker: int = 64
@@ -122,16 +136,16 @@ class Pool:
     """Compiles jobs for one arch. Use `compile_all` once."""
 
     def __init__(
-        self, compiler: str, arch: Arch, scratch: Path, settings: PoolSettings, watcher: Watcher, *, keep_going: bool
+        self, target: Target, scratch: Path, settings: PoolSettings, watcher: Watcher, *, keep_going: bool
     ) -> None:
-        """Prepares a pool whose workers import `compiler` and put their files into `scratch`."""
+        """Prepares a pool whose workers compile for `target` and put their files into `scratch`."""
         self.peak_bytes = 0
         """Largest memory seen: the sum of the peaks of the workers that lived at the same time."""
         self.compile_seconds = 0.0
         """Sum of the images' own compile times."""
         self.failures: list[JobFailure] = []
         """Images that failed for good."""
-        self._compiler, self._arch, self._scratch = compiler, arch, scratch
+        self._target, self._scratch = target, scratch
         self._settings, self._watcher, self._keep_going = settings, watcher, keep_going
         self._queue: list[tuple[int, int, Job]] = []
         self._attempts: dict[str, int] = {}
@@ -172,7 +186,8 @@ class Pool:
         wanted = min(len(self._queue) - idle, self._settings.workers - idle - busy)
         for _ in range(wanted):
             self._started += 1
-            process = WorkerProcess(self._compiler, self._arch, self._scratch / f"worker{self._started}")
+            target, folder = self._target, self._scratch / f"worker{self._started}"
+            process = WorkerProcess(target.compiler, target.arch, target.flavour, folder)
             seat = _Seat(process=process, deadline=time.monotonic() + self._settings.start_seconds)
             self._seats.append(seat)
             self._selector.register(process.fileno(), selectors.EVENT_READ, seat)
@@ -192,7 +207,7 @@ class Pool:
 
     def _wait(self) -> None:
         nearest = min((seat.deadline for seat in self._seats), default=0.0)
-        for key, _ in self._selector.select(max(0.0, nearest - time.monotonic())):
+        for key, _ in self._selector.select(min(max(0.0, nearest - time.monotonic()), _LONGEST_WAIT)):
             self._listen(key.data)
         now = time.monotonic()
         for seat in [seat for seat in self._seats if seat.deadline <= now]:
@@ -249,7 +264,7 @@ class Pool:
             if self._false_starts >= self._settings.attempts:
                 lines = "".join(f"\n    | {line}" for line in output.splitlines())
                 raise CompileError(
-                    f"cannot start a compiler process for {self._arch}: {what} before it was ready; check that "
+                    f"cannot start a compiler process for {self._target.arch}: {what} before it was ready; check that "
                     f"`python -c 'import cutlass'` works in this environment{lines}"
                 )
 

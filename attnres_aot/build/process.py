@@ -8,17 +8,32 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 from attnres_aot.arch import Arch
 from attnres_aot.build.sources import PACKAGE
+from attnres_aot.driverless import make_shadow
 
 OUTPUT_CHARS = 4000
 """Most characters of a worker's own output that a failure shows."""
 
 _EXIT_SECONDS = 5.0
 _HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
+_ZIPPED = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+_PROGRAM = """
+import importlib.util, json, sys
+package, paths = json.loads(sys.argv.pop(1))
+sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+start = package + "/__init__.py"
+spec = importlib.util.spec_from_file_location("attnres_aot", start, submodule_search_locations=[package])
+sys.modules["attnres_aot"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from attnres_aot.build.worker import main
+sys.exit(main())
+"""
+"""What a worker runs: the program `build.worker` of this very package, with the search path that it is given."""
 
 
 def worker_environment(scratch: Path) -> dict[str, str]:
@@ -28,14 +43,37 @@ def worker_environment(scratch: Path) -> dict[str, str]:
     Temporary files go to `scratch`, where the next build cleans up should this one be killed.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUTE_DSL_")}
-    paths = [str(PACKAGE.parent), *filter(None, [kept.get("PYTHONPATH")])]
-    return {**kept, **_HIDDEN_GPUS, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(scratch)}
+    libraries = os.pathsep.join([make_shadow(scratch), *filter(None, [kept.get("LD_LIBRARY_PATH")])])
+    return {**kept, **_HIDDEN_GPUS, "LD_LIBRARY_PATH": libraries, "TMPDIR": str(scratch.absolute())}
+
+
+def worker_command() -> list[str]:
+    """Returns the command that starts a worker; its arguments follow.
+
+    The interpreter is isolated (`-I`): what PYTHON* variables and the working directory would change has no effect. It
+    keeps no output back (`-u`), so that the log of a worker that dies is whole.
+    """
+    flags = ["-I", "-u", *(["-B"] if sys.dont_write_bytecode else [])]
+    return [sys.executable, *flags, "-c", _PROGRAM, json.dumps([str(PACKAGE), _search_path()])]
+
+
+def _search_path() -> list[str]:
+    """Returns this process's search path with the standard library first.
+
+    A package that is installed beside the compiler, such as an old back-port of `enum`, must not come before the
+    module of the standard library that has its name.
+    """
+    folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    folders |= {folder / "lib-dynload" for folder in folders}
+    paths = [Path(path).absolute() for path in sys.path if path]
+    standard = [path for path in paths if path in folders or path.name == _ZIPPED]
+    return list(map(str, [*standard, *(path for path in paths if path not in standard)]))
 
 
 class WorkerProcess:
     """A worker that compiles for one arch."""
 
-    def __init__(self, compiler: str, arch: Arch, scratch: Path) -> None:
+    def __init__(self, compiler: str, arch: Arch, flavour: str, scratch: Path) -> None:
         """Starts the process; `scratch` becomes its working folder and `scratch.log` its output."""
         scratch.mkdir(parents=True)
         self._log = scratch.with_suffix(".log")
@@ -43,7 +81,7 @@ class WorkerProcess:
         self._buffer = b""
         self._reply, theirs = os.pipe()
         os.set_blocking(self._reply, False)
-        command = [sys.executable, "-m", "attnres_aot.build.worker", "--compiler", compiler, "--arch", str(arch)]
+        command = [*worker_command(), "--compiler", compiler, "--arch", str(arch), "--flavour", flavour]
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(

@@ -5,6 +5,7 @@ Everything goes to standard error, so that standard output stays free for JSON.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -171,6 +172,6 @@ def choose_progress(stream: TextIO | None = None) -> Progress:
     Args:
       stream: where to show it; None is standard error.
     """
-    stream = stream or sys.stderr
+    stream = stream or sys.stderr or io.StringIO()  # there is no sys.stderr where the descriptor was closed
     draws = os.environ.get("TERM", "").lower() not in _CANNOT_DRAW
     return BarProgress(stream) if draws and stream.isatty() else PlainProgress(stream)

@@ -16,7 +16,7 @@ class BuildReport:
     arch: str
     """The arch that was asked for."""
     status: str
-    """`built`, `unchanged` (nothing to do) or `failed` (the bundle is as it was before)."""
+    """`built`, `unchanged` (nothing to do), or with the bundle as it was before: `failed` or `refused`."""
     variants: int
     """Variants of the bundle."""
     producers: int
@@ -29,6 +29,10 @@ class BuildReport:
     """Images that were there already."""
     failures: tuple[JobFailure, ...] = ()
     """Images that could not be compiled or proven."""
+    reason: str = ""
+    """Why nothing could be built at all; empty but for `refused`."""
+    warnings: tuple[str, ...] = ()
+    """What did not work but fails nothing, such as removing what an earlier build has left."""
     jobs: int = 0
     """Compiler processes at the same time."""
     wall_seconds: float = 0.0
@@ -39,3 +43,8 @@ class BuildReport:
     """Peak memory of this process and the compiler processes together, an upper bound."""
     size_bytes: int = 0
     """Size of the bundle's files, manifest included."""
+
+    @property
+    def done(self) -> bool:
+        """The bundle that was asked for is there."""
+        return self.status in {"built", "unchanged"}

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
+from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, producer_of, variant_of
 from attnres_aot.manifest import Manifest, ProducerRecord, TableRecord, VariantRecord
 from attnres_aot.tables import scan_table
+from attnres_aot.toolkits import FLAVOURS, cuda_text, oldest_driver
 from attnres_aot.variants import MAX_BLOCKS, producers_for, variant_name
 
 Pair = tuple[int, int]
@@ -62,6 +64,12 @@ def statistics_held(variants: Iterable[VariantRecord]) -> dict[Pair, frozenset[i
 def _header_problems(manifest: Manifest) -> Iterator[str]:
     if not manifest.toolchain:
         yield "toolchain: empty; a bundle says what compiled it"
+    arch = parse_arch(manifest.arch.proven)
+    if manifest.flavour in FLAVOURS and arch in BUILDABLE:
+        derived = cuda_text(oldest_driver(manifest.flavour, arch))
+        if manifest.oldest_driver != derived:
+            code = f"code of {manifest.flavour} for {arch}"
+            yield f"oldest_driver is {manifest.oldest_driver!r}; {code} needs {derived!r}"
     slots = sorted({variant.slots for variant in manifest.variants} - {0})
     if list(manifest.mailbox.slots) != slots:
         yield f"mailbox.slots are {list(manifest.mailbox.slots)}, but the variants have {slots}"

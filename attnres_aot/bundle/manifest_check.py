@@ -19,6 +19,7 @@ from attnres_aot.bundle.limits import size_problems
 from attnres_aot.bundle.names import is_digest, name_problem
 from attnres_aot.errors import UsageError
 from attnres_aot.manifest import Choice, Manifest, ProducerRecord, VariantRecord
+from attnres_aot.toolkits import is_flavour_name, parse_cuda
 from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerKey, Producer, Variant, parse_producer, variant_name
 
 MAX_PROBLEMS = 100
@@ -32,6 +33,7 @@ def manifest_problems(manifest: Manifest) -> list[str]:
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     yield from _header_problems(manifest)
+    yield from _toolkit_problems(manifest)
     for name, params in manifest.abis.items():
         yield from (f"abis.{name}: {problem}" for problem in _abi_problems(params))
     yield from _name_problems(manifest)
@@ -70,6 +72,13 @@ def _header_problems(manifest: Manifest) -> Iterator[str]:
     for field, digest in (("config_sha256", manifest.config_sha256), ("sources_sha256", manifest.sources_sha256)):
         if not is_digest(digest):
             yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
+
+
+def _toolkit_problems(manifest: Manifest) -> Iterator[str]:
+    if not is_flavour_name(manifest.flavour):
+        yield f"flavour {manifest.flavour!r:.80} is not `cu` and a CUDA major version"
+    if parse_cuda(manifest.oldest_driver) is None:
+        yield f"oldest_driver {manifest.oldest_driver!r:.80} is not a CUDA version such as '12.8'"
 
 
 def _arch_problem(name: str) -> str | None:

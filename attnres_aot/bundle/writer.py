@@ -4,10 +4,15 @@ A writer holds the target (`hold_target`), then writes the new bundle into a sta
 everything flushed to disk, and exchanges the two folders in one step where the file system can. Beside a target
 `DIR/NAME` these hidden names may exist while a writer is at work, and a later writer cleans up what a killed one left:
 
-    DIR/.NAME.lock      held by the writer (flock), removed when it lets go
-    DIR/.NAME.new/      the next bundle
-    DIR/.NAME.old/      the previous bundle, between two renames on file systems without an exchange
-    DIR/.NAME.work/     the builder's own files: finished images, scratch folders
+    DIR/.NAME.lock          held by the writer (flock), removed when it lets go
+    DIR/.NAME.new.XXXXXXXX  the next bundle, then the previous one until it is removed
+    DIR/.NAME.old           the previous bundle, between two renames on file systems without an exchange
+    DIR/.NAME.work          the builder's own files: finished images, scratch folders; `.NAME.work-UID` where the
+                            other belongs to somebody else
+
+From the moment at which the new bundle is in place nothing fails: what cannot be removed then, be it another user's or
+in a folder that cannot be written, is left, told, and in nobody's way, as names are new each time. The steps from one
+bundle to the next are in `bundle.swap`, those of the lock in `bundle.lock`.
 
 A second writer of the same target is refused at once with the process id of the first: whoever started two builds
 into one folder most likely did not mean to, and waiting would hide it.
@@ -16,25 +21,21 @@ into one folder most likely did not mean to, and waiting would hide it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import fcntl
 import hashlib
 import os
-import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.bundle.audit import audit_problems
+from attnres_aot.bundle.lock import take_lock
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import read_manifest_bytes
+from attnres_aot.bundle.swap import beside, clean_up, discard, flush_folder, leftovers, new_folder, swap
 from attnres_aot.errors import BundleError
 from attnres_aot.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,46 @@ class HeldTarget:
 
 
 def work_folder(path: Path) -> Path:
-    """Returns the builder's own folder for the bundle at `path`; it outlives killed runs."""
-    return _beside(path, "work")
+    """Returns the builder's own folder for the bundle at `path`; it outlives killed runs.
+
+    Raises:
+      BundleError: its names are taken by what belongs to somebody else.
+    """
+    names = [beside(path, "work"), beside(path, f"work-{os.geteuid()}")]
+    for name in names:
+        if not os.path.lexists(name) or _is_own_folder(name):
+            return name
+    raise BundleError(
+        f"neither {str(names[0])!r} nor {str(names[1])!r} can hold the builder's files: they are no folders of this "
+        "user; remove them or change --out"
+    )
 
 
 def has_leftovers(path: Path) -> bool:
     """Tells whether a writer of the bundle at `path` is at work or was killed."""
-    return any(os.path.lexists(_beside(path, what)) for what in ("lock", "new", "old", "work"))
+    return any(os.path.lexists(beside(path, what)) for what in ("lock", "old")) or bool(
+        leftovers(path) or os.path.lexists(work_folder(path))
+    )
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Tells whether a folder is this user's: as the system names it, or as this file system does."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return False
+    return found.st_uid == os.geteuid() or found.st_uid == _user_of_new_folders(path)
+
+
+def _user_of_new_folders(path: Path) -> int:
+    """Returns whose a new folder beside `path` is: network file systems may turn root, or everybody, into one user."""
+    try:
+        probe = new_folder(path)
+        try:
+            return probe.lstat().st_uid
+        finally:
+            probe.rmdir()
+    except OSError:
+        return os.geteuid()
 
 
 @contextlib.contextmanager
@@ -70,21 +104,20 @@ def hold_target(path: Path, *, force: bool = False) -> Iterator[HeldTarget]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = take_lock(beside(path, "lock"), path)
     except OSError as error:
         raise _unwritable(path, error) from error
     try:
         try:
-            _clean_up(path)
+            clean_up(path)
         except OSError as error:
             raise _unwritable(path, error) from error
         check_replaceable(path, force=force)
         yield HeldTarget(path=path, force=force)
     finally:
         with contextlib.suppress(OSError):
-            _clean_up(path)
-        _beside(path, "lock").unlink(missing_ok=True)
-        os.close(lock)
+            clean_up(path)
+        lock.release()
 
 
 def check_replaceable(path: Path, *, force: bool = False) -> None:
@@ -133,26 +166,31 @@ def strange_entries(path: Path) -> list[str]:
         )
 
 
-def write_bundle(target: HeldTarget, manifest: Manifest, images: Mapping[str, bytes]) -> None:
+def write_bundle(target: HeldTarget, manifest: Manifest, images: Mapping[str, bytes]) -> tuple[str, ...]:
     """Writes a complete bundle (`images`: file name -> bytes) and puts it in the target's place.
+
+    Returns:
+      What did not work once the bundle was in place, one line each; the bundle is none the worse for it.
 
     Raises:
       BundleError: the files are not those of the manifest, the target cannot be replaced, or the disk refuses.
     """
     _check_files(manifest, images)
     check_replaceable(target.path, force=target.force)
-    staging = _beside(target.path, "new")
     try:
-        _remove(staging)
-        staging.mkdir()
+        staging = new_folder(target.path)
         for name, data in sorted(images.items()):
             write_flushed(staging / name, data)
         write_flushed(staging / MANIFEST_NAME, dump_manifest(manifest))
-        _flush_folder(staging)
-        _swap(staging, target.path)
-        _flush_folder(target.path.parent)
+        flush_folder(staging)
+        previous = swap(staging, target.path)
     except OSError as error:
         raise _unwritable(target.path, error) from error
+    with contextlib.suppress(OSError):
+        flush_folder(target.path.parent)
+    if previous is not None and (trouble := discard(previous)):
+        return (f"the previous bundle could not be removed and is now {str(previous)!r}: {trouble}",)
+    return ()
 
 
 def write_flushed(path: Path, data: bytes) -> None:
@@ -165,57 +203,9 @@ def write_flushed(path: Path, data: bytes) -> None:
 
 def _unwritable(path: Path, error: OSError) -> BundleError:
     where = error.filename or str(path.parent)
-    return BundleError(
-        f"cannot write the bundle {str(path)!r}: {where}: {error.strerror or error}; change --out or its permissions"
-    )
-
-
-def _beside(path: Path, what: str) -> Path:
-    return path.with_name(f".{path.name}.{what}")
-
-
-def _lock(path: Path) -> int:
-    name = _beside(path, "lock")
-    while True:
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(descriptor)
-            raise BundleError(
-                f"another build of {str(path)!r} is running (process {holder}); wait for it or change --out"
-            ) from error
-        except OSError:
-            os.close(descriptor)
-            raise
-        if _is_current(descriptor, name):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
-            return descriptor
-        os.close(descriptor)  # The previous holder removed this file between our open and our lock.
-
-
-def _is_current(descriptor: int, name: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), name.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _clean_up(path: Path) -> None:
-    old = _beside(path, "old")
-    if old.is_dir() and not os.path.lexists(path):
-        old.rename(path)
-    _remove(old)
-    _remove(_beside(path, "new"))
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+    step = "make room there, or change --out" if full else "change --out or its permissions"
+    return BundleError(f"cannot write the bundle {str(path)!r}: {where}: {error.strerror or error}; {step}")
 
 
 def _check_files(manifest: Manifest, images: Mapping[str, bytes]) -> None:
@@ -231,38 +221,3 @@ def _check_files(manifest: Manifest, images: Mapping[str, bytes]) -> None:
             problems.append(f"file {name!r} does not end in {IMAGE_SUFFIX}")
     if problems:
         raise BundleError("not a bundle that can be written:" + "".join(f"\n  {line}" for line in problems))
-
-
-def _swap(staging: Path, target: Path) -> None:
-    if not os.path.lexists(target):
-        staging.rename(target)
-        return
-    if _exchange(staging, target):
-        _remove(staging)
-        return
-    old = _beside(target, "old")
-    _remove(old)
-    target.rename(old)
-    staging.rename(target)
-    _remove(old)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchanges two folders in one step; False where the C library or the file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(second))
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from attnres_aot import device_cli
+from attnres_aot import device_cli, streams
 from attnres_aot._version import __version__
 
 BUILDER_COMMANDS: dict[str, str] = {
@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: Arguments without the program's name; None for the process's own.
     """
+    streams.open_closed()
     _escape_what_streams_cannot_hold()
+    status: int
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in device_cli.COMMANDS:
         return device_cli.main(arguments)
@@ -39,8 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not is_build_module(error):
             raise
-        return _without_build_tools(arguments)
-    status: int = builder.run(arguments)
+        try:
+            status = _without_build_tools(arguments)
+            streams.flush_output()
+        except OSError as trouble:
+            streams.give_up_output(trouble)
+            return device_cli.FAILED
+        return status
+    status = builder.run(arguments)
     return status
 
 
@@ -72,5 +80,5 @@ def _without_build_tools(arguments: list[str]) -> int:
         return 0
     if arguments[0] not in BUILDER_COMMANDS:
         return device_cli.main(arguments)
-    print(f"error: {arguments[0]!r} needs the build tools, which are not installed: {INSTALL_BUILD}", file=sys.stderr)
+    streams.tell(f"error: {arguments[0]!r} needs the build tools, which are not installed: {INSTALL_BUILD}")
     return 2

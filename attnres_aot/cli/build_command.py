@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,23 +13,33 @@ from typing import Any, NoReturn
 import click
 
 from attnres_aot.arch import Arch
-from attnres_aot.build.builder import BuildRequest, Preview, build, preview
+from attnres_aot.build.builder import BuildRequest, Preview, build, preview, refused_report
 from attnres_aot.build.inventory import Source
 from attnres_aot.build.keys import BuildFacts, gather_facts
 from attnres_aot.build.pool import PoolSettings
-from attnres_aot.build.progress import choose_progress
+from attnres_aot.build.progress import Progress, choose_progress
 from attnres_aot.build.quotas import usable_cores, usable_memory
 from attnres_aot.build.report import BuildReport
+from attnres_aot.build.unfailing import UnfailingProgress
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
-from attnres_aot.cli.wording import count, megabytes
+from attnres_aot.cli.wording import count, error_text, megabytes
 from attnres_aot.config import load_config
+from attnres_aot.errors import AttnResError
 from attnres_aot.manifest import to_json
 from attnres_aot.plan import Selection, plan
+from attnres_aot.streams import Teller, tell
+from attnres_aot.toolkits import DEFAULT_FLAVOUR, FLAVOURS
 
 MOST_JOBS = 16
 """Compiler processes that are started unless more are asked for."""
 JOB_BYTES = 400_000_000
 """Memory that a compiler process is counted with; they take about 300 MB."""
+
+
+def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("nan is not in the range x>0", ctx=ctx, param=param)
+    return value
 
 
 @click.command("build")
@@ -56,15 +67,31 @@ JOB_BYTES = 400_000_000
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_refuse_nan,
     default=PoolSettings(workers=1).job_seconds,
     show_default=True,
     metavar="SECONDS",
-    help="Longest that one image may take to compile.",
+    help="Longest that one image may take to compile; inf for no limit.",
+)
+@click.option(
+    "--flavour",
+    type=click.Choice(list(FLAVOURS)),
+    default=DEFAULT_FLAVOUR,
+    show_default=True,
+    help="Which of the compiler's libraries compiles, by the CUDA version of its assembler; code of cu13 needs a "
+    "driver for CUDA 13.0 or later.",
 )
 @selection_options
 @json_option
 def command(
-    archs: tuple[Arch, ...], config_path: Path, selection: Selection, *, dry_run: bool, as_json: bool, **options: Any
+    archs: tuple[Arch, ...],
+    config_path: Path,
+    selection: Selection,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    flavour: str,
+    **options: Any,
 ) -> int:
     """Compile a configuration into one bundle per GPU architecture, and prove what was compiled.
 
@@ -72,23 +99,34 @@ def command(
     of a build that was interrupted. A bundle is replaced in one step, once its images are all there and proven.
     With --tp, --dcp or --only the bundle holds that part alone; it replaces none that holds more, unless forced.
     """
-    facts = gather_facts()
     requests = _requests(archs, config_path, selection, **options)
+    facts = gather_facts(flavour)
     if dry_run:
         return _show_previews(requests, facts, as_json=as_json)
     signal.signal(signal.SIGTERM, _interrupt)
     reports: list[BuildReport] = []
-    progress = choose_progress()
-    for request in requests:
-        report = build(request, facts, progress)
-        reports.append(report)
-        if not as_json:
-            _show(report)
-        if report.failures and not request.keep_going:
-            break
-    if as_json:
-        click.echo(json.dumps({"bundles": [to_json(report) for report in reports]}, indent=1))
-    return 1 if any(report.failures for report in reports) else 0
+    progress = UnfailingProgress(choose_progress())
+    teller = Teller()
+    try:
+        for request in requests:
+            report = _build(request, facts, progress)
+            reports.append(report)
+            _show(report, None if as_json else teller)
+            if not report.done and not request.keep_going:
+                break
+    finally:  # also after Ctrl-C: what is built is told
+        if as_json:
+            teller.say(json.dumps({"bundles": [to_json(report) for report in reports]}, indent=1))
+        teller.close()
+    return 0 if all(report.done for report in reports) else 1
+
+
+def _build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> BuildReport:
+    """Builds one bundle; a refusal becomes a report, so that it takes neither those before nor those after with it."""
+    try:
+        return build(request, facts, progress)
+    except AttnResError as error:
+        return refused_report(request, str(error))
 
 
 def _requests(
@@ -127,35 +165,52 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _show(report: BuildReport) -> None:
-    if report.failures:
-        click.echo(f"{report.path}: {count(len(report.failures), 'image')} of {report.images} failed:", err=True)
-        for failure in report.failures:
-            click.echo(f"  {failure}", err=True)
+def _show(report: BuildReport, teller: Teller | None) -> None:
+    """Shows what was done through `teller`, if there is one, and what went wrong on standard error."""
+    for warning in report.warnings:
+        tell(f"warning: {warning}")
+    if report.reason:
+        tell(error_text(report.reason))
+    elif report.failures:
         kept = "What did compile is kept for the next build; no" if report.compiled else "No"
-        click.echo(f"{kept} bundle was written.", err=True)
+        tell(
+            f"{report.path}: {count(len(report.failures), 'image')} of {report.images} failed:\n"
+            + "".join(f"  {failure}\n" for failure in report.failures)
+            + f"{kept} bundle was written."
+        )
+    elif teller is None:
+        return
     elif report.status == "unchanged":
-        click.echo(
+        teller.say(
             f"{report.path}: unchanged ({count(report.images, 'image')}, {megabytes(report.size_bytes)}, "
             f"checked in {report.wall_seconds:.2f} s)"
         )
     else:
-        click.echo(
+        teller.say(
             f"{report.path}: {count(report.variants, 'variant')}, {count(report.producers, 'producer')}, "
-            f"{count(report.images, 'image')}, {megabytes(report.size_bytes)}"
-        )
-        click.echo(
+            f"{count(report.images, 'image')}, {megabytes(report.size_bytes)}\n"
             f"  {len(report.compiled)} compiled, {len(report.reused)} reused, in {report.wall_seconds:.1f} s with "
-            f"{count(report.jobs, 'job')}; peak memory {megabytes(report.peak_memory_bytes)}"
+            f"{count(report.jobs, 'job')}; peak memory {megabytes(report.peak_memory_bytes)}\n"
+            f"  the images' own compile times add up to {report.compile_seconds:.1f} s"
         )
-        click.echo(f"  the images' own compile times add up to {report.compile_seconds:.1f} s")
 
 
 def _show_previews(requests: Sequence[BuildRequest], facts: BuildFacts, *, as_json: bool) -> int:
-    previews = [(request, preview(request, facts)) for request in requests]
+    previews: list[tuple[BuildRequest, Preview]] = []
+    refused: list[BuildReport] = []
+    for request in requests:
+        try:
+            previews.append((request, preview(request, facts)))
+        except AttnResError as error:
+            refused.append(refused_report(request, str(error)))
+            tell(error_text(str(error)))
+            if not request.keep_going:
+                break
     if as_json:
-        click.echo(json.dumps({"bundles": [_preview_json(*each) for each in previews]}, indent=1))
-        return 0
+        shown = [_preview_json(*each) for each in previews]
+        shown += [{"path": each.path, "arch": each.arch, "refused": each.reason} for each in refused]
+        click.echo(json.dumps({"bundles": shown}, indent=1))
+        return 1 if refused else 0
     for request, seen in previews:
         missing = [step for step in seen.steps if step.source is Source.COMPILER]
         reused = len(seen.steps) - len(missing)
@@ -170,7 +225,7 @@ def _show_previews(requests: Sequence[BuildRequest], facts: BuildFacts, *, as_js
             found = sum(step.source is source for step in seen.steps)
             if found:
                 click.echo(f"  reuse {count(found, 'image')} of {source.value}")
-    return 0
+    return 1 if refused else 0
 
 
 def _preview_json(request: BuildRequest, seen: Preview) -> dict[str, Any]:

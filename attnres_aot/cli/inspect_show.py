@@ -16,6 +16,7 @@ from attnres_aot.bundle import Bundle
 from attnres_aot.cli.inspect_tables import image_lines, producer_lines, variant_lines
 from attnres_aot.cli.wording import count, pairs
 from attnres_aot.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord
+from attnres_aot.toolkits import driver_text, parse_cuda
 
 LABEL_WIDTH = 13
 """Characters of the names of facts."""
@@ -128,8 +129,8 @@ def _image_facts(record: ImageRecord, facts: CubinFacts) -> Iterator[tuple[str, 
     for kernel in facts.kernels:
         slow = kernel.local_instructions
         yield "code", f"{kernel.instructions} instructions, {slow or 'none'} of them on local memory"
-    if facts.toolkit is not None:
-        yield "compiled by", f"{facts.toolkit}; {facts.options}"
+    made_by = f"{facts.toolkit}; {facts.options}" if facts.toolkit is not None else "the binary names no tool"
+    yield "compiled by", f"{made_by} (flavour {facts.flavour or 'unknown'})"
     yield "build key", record.build_key
 
 
@@ -144,11 +145,14 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
     arch = parse_arch(manifest.arch.proven)
     size = sum(image.size for image in manifest.images)
     yield "for", f"{arch.rule()}; {manifest.arch.requested} requested, {arch} proven"
+    oldest = parse_cuda(manifest.oldest_driver)
+    yield "driver", f"{driver_text(oldest) if oldest else manifest.oldest_driver} or later"
     counts = f"{count(len(manifest.variants), 'variant')} and {count(len(manifest.producers), 'producer')}"
     yield "holds", f"{counts} in {count(len(manifest.images), 'image')} of {size:,} bytes"
     yield "model", f"{manifest.name}: {model.layers} layers of {model.hidden}, {model.block_size} to a saved block"
     slots = ", ".join(map(str, mailbox.slots)) or "none"
     yield "mailboxes", f"capacity {mailbox.capacity} rows; slots: {slots}"
+    yield "built with", f"flavour {manifest.flavour}"
     for name, version in sorted(manifest.toolchain.items()):
         yield "built with", f"{name} {version}"
     yield "digests", f"config {manifest.config_sha256[:12]}, sources {manifest.sources_sha256[:12]}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 
 import click
 
-from attnres_aot import device_cli
+from attnres_aot import device_cli, streams
 from attnres_aot._version import __version__
 from attnres_aot.cli import BUILDER_COMMANDS, INSTALL_BUILD, is_build_module
+from attnres_aot.cli.wording import error_text
 from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
@@ -73,13 +72,13 @@ def run(arguments: list[str]) -> int:
     """Runs one command and returns its exit status; messages go to stderr."""
     try:
         status = group.main(arguments, prog_name="attnres-aot", standalone_mode=False)
-        sys.stdout.flush()
+        streams.flush_output()
     except (UsageError, ConfigError) as error:
         return _fail(str(error), MISUSED)
     except AttnResError as error:
         return _fail(str(error), FAILED)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        streams.tell(error.format_message())
         return MISUSED
     except click.UsageError as error:
         hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
@@ -88,8 +87,10 @@ def run(arguments: list[str]) -> int:
         return _fail(error.format_message(), FAILED)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted; run the same command again to go on", INTERRUPTED)
-    except BrokenPipeError:  # the reader has gone; what is left in the buffer must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if not streams.is_output_error(error):
+            raise
+        streams.give_up_output(error)
         return FAILED
     return status if isinstance(status, int) else DONE
 
@@ -111,6 +112,5 @@ def _forwarding(name: str) -> click.Command:
 
 
 def _fail(message: str, status: int) -> int:
-    lines = message.splitlines()
-    click.echo("\n  ".join(["error:", *lines]) if len(lines) > 1 else f"error: {message}", err=True)
+    streams.tell(error_text(message))
     return status

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
+def error_text(message: str) -> str:
+    """Writes an error message as the commands show it."""
+    lines = message.splitlines()
+    return "\n  ".join(["error:", *lines]) if len(lines) > 1 else f"error: {message}"
+
+
 def count(number: int, noun: str) -> str:
     """Writes a number of things, e.g. `1 image`, `2 images`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

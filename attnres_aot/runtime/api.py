@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from attnres_aot.runtime.driver import open_driver, refuse_after_fork
 from attnres_aot.runtime.fault import RingFault, read_fault
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.torch_device import TorchDevice, pick_device
+from attnres_aot.toolkits import Cuda, parse_cuda
 from attnres_aot.variants import Variant, consumer_key
 
 if TYPE_CHECKING:
@@ -202,17 +204,35 @@ def _check_arch(arch: Arch | str | None, loaded: LoadedBundle) -> None:
 
 
 def _load(path: str | os.PathLike[str] | None, device: TorchDevice, name: str | None) -> LoadedBundle:
-    capability = open_driver().capability(device.ordinal)
+    driver = open_driver()
+    capability = driver.capability(device.ordinal)
+    if path is not None:
+        path = _absolute(path)
     with _no_collection():
-        bundle = None if path is None else _read_fitting(path, capability, name)
+        bundle = None if path is None else _read_fitting(path, capability, name, driver.cuda)
         if bundle is None:
             from attnres_aot.runtime.resolve import find_bundle
 
-            bundle = find_bundle(path, capability, name=name)
+            bundle = find_bundle(path, capability, name=name, driver=driver.cuda)
         return LoadedBundle(bundle, device)
 
 
-def _read_fitting(path: str | os.PathLike[str], capability: tuple[int, int], name: str | None) -> Bundle | None:
+def _absolute(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Returns a path that names the same folder after the process has changed its working directory.
+
+    Image files are read when they are loaded, which may be long after. What cannot be made absolute (an empty path, a
+    working directory that is gone) is left as it is, for the search to explain.
+    """
+    text = os.fsdecode(path)
+    try:
+        return Path(text).absolute() if text else path
+    except OSError:
+        return path
+
+
+def _read_fitting(
+    path: str | os.PathLike[str], capability: tuple[int, int], name: str | None, driver: Cuda
+) -> Bundle | None:
     """Reads the bundle at exactly `path` if it fits; None leaves it to the search, which finds or explains."""
     try:
         bundle = read_bundle(path)
@@ -220,7 +240,7 @@ def _read_fitting(path: str | os.PathLike[str], capability: tuple[int, int], nam
         return None
     manifest = bundle.manifest
     fits = name in (None, manifest.name) and parse_arch(manifest.arch.proven).runs_on(capability) and not bundle.damage
-    return bundle if fits else None
+    return bundle if fits and (parse_cuda(manifest.oldest_driver) or driver) <= driver else None
 
 
 @contextlib.contextmanager

@@ -15,14 +15,12 @@ from attnres_aot.advice import build_command
 from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.manifest import to_json
 from attnres_aot.runtime.device_archs import dotted, fitting_archs
-from attnres_aot.runtime.driver import MIN_CUDA, MIN_DRIVER
-from attnres_aot.runtime.machine import Driver, Machine, Torch, gather_machine
+from attnres_aot.runtime.driver import LIBRARY_NAME, MIN_CUDA, MIN_DRIVER, STUB_ADVICE, STUB_FOUND
+from attnres_aot.runtime.machine import STUB_NAME, Driver, Machine, Torch, gather_machine
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Place, search_order
 from attnres_aot.runtime.resolve import Request, Resolution, locate, unusable
 
 _FAILURE_FIXES = {
-    "CUDA_ERROR_STUB_LIBRARY": "the library found is the toolkit's link-time stub: take its folder out of "
-    "LD_LIBRARY_PATH",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "library and kernel module are of different releases: reboot after the "
     "driver update, or remove the driver library that the container brings",
     "CUDA_ERROR_SYSTEM_NOT_READY": "start the fabric manager (nvidia-fabricmanager), which multi-GPU systems need",
@@ -67,7 +65,10 @@ def gather_facts(path: str | None, name: str | None) -> Facts:
     machine = gather_machine()
     places = tuple(search_order(path))
     capabilities = dict.fromkeys(gpu.capability for gpu in machine.driver.gpus)
-    resolutions = tuple(locate(Request(capability=found, name=name), places)[0] for found in capabilities)
+    driver = machine.driver.cuda
+    resolutions = tuple(
+        locate(Request(capability=found, name=name, driver=driver), places)[0] for found in capabilities
+    )
     return Facts(machine=machine, places=places, resolutions=resolutions)
 
 
@@ -86,6 +87,9 @@ def _judge_driver(machine: Machine) -> Iterator[Finding]:
     driver = machine.driver
     if driver.load_error:
         yield _no_library(driver)
+        return
+    if driver.failure == STUB_NAME:
+        yield _problem(STUB_FOUND.format(name=LIBRARY_NAME), STUB_ADVICE)
         return
     if driver.cuda is not None and driver.cuda < MIN_CUDA:
         what = f"the driver serves CUDA {dotted(driver.cuda)}; launching needs {dotted(MIN_CUDA)}"
@@ -210,7 +214,8 @@ def _place_lines(places: tuple[Place, ...]) -> Iterator[str]:
     for place in places:
         yield f"  {place.label}: {place.note or f'{len(place.candidates)} found'}"
         for candidate in place.candidates:
-            yield f"    {candidate.path}: {unusable(candidate) or f'{candidate.name} for {candidate.arch}'}"
+            found = f"{candidate.name} for {candidate.arch}, needs a driver for CUDA {candidate.oldest_driver}"
+            yield f"    {candidate.path}: {unusable(candidate) or found}"
 
 
 def report_json(facts: Facts, findings: list[Finding]) -> str:

@@ -12,13 +12,20 @@ import threading
 from typing import Any
 
 from attnres_aot.errors import DriverError
+from attnres_aot.toolkits import DRIVER_RELEASES, Cuda
 
 LIBRARY_NAME = "libcuda.so.1"
 """The driver's library, as the dynamic linker finds it."""
 MIN_CUDA = (12, 4)
 """Oldest CUDA version whose driver has every function called here (the newest is `cuKernelGetParamInfo`)."""
-MIN_DRIVER = "550.54.14"
+MIN_DRIVER = DRIVER_RELEASES[MIN_CUDA]
 """The Linux driver release that came with MIN_CUDA."""
+STUB_LIBRARY = 34
+"""CUDA_ERROR_STUB_LIBRARY: the answer of the toolkit's library that programs are linked against, to every call."""
+STUB_FOUND = "the {name} that was found is the CUDA toolkit's link-time stub"
+"""What is the case, where that library is found in place of the driver."""
+STUB_ADVICE = "take the folder of the toolkit's stubs out of LD_LIBRARY_PATH and of the linker's configuration"
+"""What to do about it."""
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: this thread has no current context."""
 WRONG_CONTEXT = frozenset({INVALID_CONTEXT, 400, 709})
@@ -91,12 +98,14 @@ class Driver:
     """The functions of an opened and initialised driver library.
 
     `lib` is the `ctypes` library: its functions have no declared argument types, so callers pass ctypes instances.
+    `cuda` is the CUDA version that it serves.
     """
 
-    __slots__ = ("_contexts", "_lock", "lib")
+    __slots__ = ("_contexts", "_lock", "cuda", "lib")
 
-    def __init__(self, lib: Any) -> None:
+    def __init__(self, lib: Any, cuda: Cuda) -> None:
         self.lib = lib
+        self.cuda = cuda
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
 
@@ -263,7 +272,9 @@ def _open(name: str) -> Driver:
             "with access to the GPU (--gpus)"
         ) from error
     version = ctypes.c_int()
-    lib.cuDriverGetVersion(ctypes.byref(version))
+    status = lib.cuDriverGetVersion(ctypes.byref(version)) if hasattr(lib, "cuDriverGetVersion") else STUB_LIBRARY
+    if status == STUB_LIBRARY or not version.value:
+        raise DriverError(f"no CUDA driver: {STUB_FOUND.format(name=name)}; {STUB_ADVICE}")
     found = (version.value // 1000, version.value % 1000 // 10)
     if found < MIN_CUDA:
         raise DriverError(
@@ -276,7 +287,7 @@ def _open(name: str) -> Driver:
             f"{name} lacks {', '.join(missing)}, though it claims CUDA {found[0]}.{found[1]}: it is not the NVIDIA "
             f"driver's own library; install driver {MIN_DRIVER} or later"
         )
-    driver = Driver(lib)
+    driver = Driver(lib, found)
     status = lib.cuInit(0)
     if status == _NOT_INITIALIZED:  # what it answers in a child of a process that had initialised it
         raise DriverError(_FORKED)

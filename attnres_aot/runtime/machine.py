@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres_aot._version import __version__
-from attnres_aot.runtime.driver import FUNCTIONS, LIBRARY_NAME
+from attnres_aot.runtime.driver import FUNCTIONS, LIBRARY_NAME, STUB_LIBRARY
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
 
 BUILD_PACKAGES = ("nvidia-cutlass-dsl", "click", "pyyaml", "rich", "pyelftools")
@@ -27,6 +27,8 @@ BUILD_PACKAGES = ("nvidia-cutlass-dsl", "click", "pyyaml", "rich", "pyelftools")
 ENVIRONMENT = (ENVIRONMENT_VARIABLE, "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 """Environment variables that explain a failure."""
 
+STUB_NAME = "CUDA_ERROR_STUB_LIBRARY"
+"""The failure of a library that is not a driver's but the toolkit's for linking."""
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _NAME_BYTES = 256
@@ -115,7 +117,7 @@ def gather_torch() -> Torch | None:
         return None
     try:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
     found = _assigned(text, "__version__")
     return Torch(version=found or _installed("torch") or "unknown", cuda=_assigned(text, "cuda"))
@@ -136,8 +138,13 @@ def gather_driver(load: Callable[[str], Any] = ctypes.CDLL, kernel_module_file: 
     missing = tuple(name for name in FUNCTIONS if not hasattr(library, name))
     number = ctypes.c_int()
     cuda = None
-    if library.cuDriverGetVersion(ctypes.byref(number)) == 0:
+    if "cuDriverGetVersion" in missing or "cuInit" in missing:
+        return Driver(missing=missing, kernel_module=kernel_module)
+    status = library.cuDriverGetVersion(ctypes.byref(number))
+    if status == 0 and number.value:
         cuda = (number.value // 1000, number.value % 1000 // 10)
+    elif status in (0, STUB_LIBRARY):  # a stub need not fill in anything
+        return Driver(missing=missing, failure=STUB_NAME, kernel_module=kernel_module)
     status = library.cuInit(0)
     gpus: tuple[Gpu, ...] = ()
     if status == 0:
@@ -168,7 +175,11 @@ def _gpus(library: Any) -> tuple[int, tuple[Gpu, ...]]:
 
 
 def _error_name(library: Any, status: int) -> str:
+    if status == STUB_LIBRARY:  # a stub does not even know its name
+        return STUB_NAME
     name = ctypes.c_char_p()
+    if not hasattr(library, "cuGetErrorName"):
+        return f"CUDA error {status}"
     if library.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value:
         return name.value.decode("ascii", "replace")
     return f"CUDA error {status}"
@@ -202,9 +213,11 @@ def _assigned(source: str, name: str) -> str | None:
 
 def _installed(distribution: str) -> str | None:
     try:
-        return version(distribution)
+        return version(distribution) or "of unknown version"  # None where its metadata names none
     except PackageNotFoundError:
         return None
+    except Exception:  # noqa: BLE001 - its metadata may be broken in any way
+        return "of unknown version"
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -49,6 +49,8 @@ class Candidate:
     """Configuration name that the manifest gives."""
     arch: str = ""
     """Arch that the binaries name, according to the manifest."""
+    oldest_driver: str = ""
+    """Oldest CUDA version whose driver can run the binaries, according to the manifest."""
     manifest_sha256: str = ""
     """Digest of the manifest file."""
 
@@ -101,16 +103,15 @@ def place_at(label: str, path: str, *, binding: bool = False) -> Place:
 
 def installed_place() -> Place:
     """Looks at the bundles that installed packages register."""
-    from importlib.metadata import entry_points  # slow to import, and only needed here
+    from attnres_aot.runtime.entry_points import registered  # slow to import, and only needed here
 
-    notes: list[str] = []
     candidates: list[Candidate] = []
-    entries = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value))
+    entries, notes = registered(ENTRY_POINT_GROUP)
     for entry in entries:
         origin = f"entry point {entry.name!r}"
         try:
-            folder = Path(_entry_point_folder(entry)).absolute()
-        except Exception as error:  # noqa: BLE001 - an installed package may raise anything; the trace reports it
+            folder = _entry_point_folder(entry)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a package may raise anything; the trace reports it
             notes.append(f"{origin} ({entry.value}) failed: {type(error).__name__}: {error}")
             continue
         note, found = _look_at(folder, origin)
@@ -119,12 +120,12 @@ def installed_place() -> Place:
             notes.append(f"{origin}: {note}")
     return Place(
         label=f"installed packages (entry points {ENTRY_POINT_GROUP!r})",
-        note="; ".join(notes) if entries else "none registered",
+        note="; ".join(notes if entries else ["none registered", *notes]),
         candidates=tuple(candidates),
     )
 
 
-def _entry_point_folder(entry: EntryPoint) -> str:
+def _entry_point_folder(entry: EntryPoint) -> Path:
     target = entry.load()
     if isinstance(target, ModuleType):
         paths = list(getattr(target, "__path__", ()))
@@ -136,7 +137,9 @@ def _entry_point_folder(entry: EntryPoint) -> str:
     folder = os.fspath(target)
     if not isinstance(folder, str):
         raise TypeError(f"expected a folder as str or PathLike, found {type(folder).__name__}")
-    return folder
+    if not Path(folder).is_absolute():
+        raise ValueError(f"expected an absolute path, found {folder!r}: it would lead into the working directory")
+    return Path(folder)
 
 
 def _look_at(path: Path, origin: str) -> tuple[str, tuple[Candidate, ...]]:
@@ -201,10 +204,15 @@ def look_at_bundle(path: Path, origin: str = "") -> Candidate:
         real_path=real_path,
         origin=origin,
         schema=raw["schema"],
-        name=name if isinstance(name, str) else "",
-        arch=proven if isinstance(proven, str) else "",
+        name=_text(name),
+        arch=_text(proven),
+        oldest_driver=_text(raw.get("oldest_driver")),
         manifest_sha256=hashlib.sha256(data).hexdigest(),
     )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _troubled(path: Path, real_path: str, origin: str, trouble: str) -> Candidate:

@@ -4,7 +4,7 @@ The rules, in order (`docs/finding_bundles.md` has them with examples):
 
 1. The first place with a bundle that fits decides; a place that the caller named is the only one.
 2. A bundle fits when its manifest is readable and of this package's schema, its configuration is the one asked for
-   (any, if none was), and its arch runs on the device by `Arch.runs_on`.
+   (any, if none was), its arch runs on the device by `Arch.runs_on`, and the driver is new enough for its code.
 3. Bundles of different configurations in the deciding place are an error: an arch must not select a model.
 4. Of one configuration, the exact arch wins, then the closest by `Arch.distance`.
 5. The bundle taken is then read in full. If that fails it is an error: no other bundle takes its place.
@@ -23,8 +23,10 @@ from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.bundle import Bundle, read_bundle
 from attnres_aot.errors import BundleError, UsageError, did_you_mean
 from attnres_aot.manifest import SCHEMA
+from attnres_aot.runtime import driver_need
 from attnres_aot.runtime.device_archs import arch_to_build, dotted, fitting_archs
 from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE, Candidate, Place, search_order
+from attnres_aot.toolkits import Cuda, parse_cuda
 
 Status = Literal["accepted", "fits", "refused"]
 """`accepted`: the one to use; `fits`: would do, but another was preferred; `refused`: cannot be used."""
@@ -41,6 +43,8 @@ class Request:
     """Compute capability of the device, (major, minor)."""
     name: str | None = None
     """Configuration name, or None for any."""
+    driver: Cuda | None = None
+    """CUDA version that the machine's driver serves, or None to leave it out of the choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class Verdict:
     """Accepted, fits or refused."""
     reason: str
     """Why, as a phrase."""
+    driver_too_old: bool = False
+    """It would fit beside a newer driver."""
 
     def __str__(self) -> str:
         reason = self.reason.replace("\n", "\n    ")
@@ -99,7 +105,13 @@ class Resolution:
         return BundleError(f"{self.problem}; searched in this order:{trace}\nNext step: {self.next_step}")
 
 
-def find_bundle(path: str | os.PathLike[str] | None, capability: tuple[int, int], *, name: str | None = None) -> Bundle:
+def find_bundle(
+    path: str | os.PathLike[str] | None,
+    capability: tuple[int, int],
+    *,
+    name: str | None = None,
+    driver: Cuda | None = None,
+) -> Bundle:
     """Finds and reads the bundle that serves a device.
 
     Args:
@@ -107,11 +119,12 @@ def find_bundle(path: str | os.PathLike[str] | None, capability: tuple[int, int]
         `./artifacts`.
       capability: compute capability of the device, (major, minor).
       name: configuration name, e.g. `kimi_k3`; None takes any, and fails if the deciding place has several.
+      driver: CUDA version that the driver serves; None does not ask whether it is new enough.
 
     Raises:
       BundleError: nothing fits, several fit, or the one chosen is damaged; carries the whole trace.
     """
-    resolution, bundle = locate(Request(capability=capability, name=name), search_order(path))
+    resolution, bundle = locate(Request(capability=capability, name=name, driver=driver), search_order(path))
     if bundle is None:
         raise resolution.error()
     return bundle
@@ -150,7 +163,7 @@ def resolve(request: Request, places: Iterable[Place]) -> Resolution:
         chosen=None,
         trace=tuple(trace),
         problem=f"No bundle {_asked(request)}",
-        next_step=_build_step(request, trace),
+        next_step=_driver_step(request, trace) or _build_step(request, trace),
     )
 
 
@@ -166,6 +179,9 @@ def judge(request: Request, candidate: Candidate) -> Verdict:
     if not arch.runs_on(request.capability):
         reason = f"built for {arch}, which runs on {arch.rule()}; the device is {dotted(request.capability)}"
         return Verdict(candidate=candidate, status="refused", reason=reason)
+    too_old = driver_need.refusal(candidate.oldest_driver, request.driver)
+    if too_old:
+        return Verdict(candidate=candidate, status="refused", reason=too_old, driver_too_old=True)
     if arch.capability == request.capability:
         reason = f"{candidate.name} for {arch}, exactly the device's {dotted(request.capability)}"
     else:
@@ -179,6 +195,8 @@ def unusable(candidate: Candidate) -> str:
         return candidate.trouble
     if type(candidate.schema) is not int or candidate.schema != SCHEMA:
         return f"manifest schema {candidate.schema!r}, but this attnres-aot reads schema {SCHEMA}"
+    if parse_cuda(candidate.oldest_driver) is None:
+        return f"the manifest's oldest driver {candidate.oldest_driver!r:.80} is not a CUDA version"
     if not candidate.name or not candidate.arch:
         return "the manifest names no " + ("configuration" if not candidate.name else "arch")
     try:
@@ -258,6 +276,11 @@ def _refuse_chosen(resolution: Resolution, chosen: Candidate, reason: str) -> Re
 def _asked(request: Request) -> str:
     wanted = f"of configuration {request.name!r} " if request.name is not None else ""
     return f"{wanted}runs on this device, compute capability {dotted(request.capability)}"
+
+
+def _driver_step(request: Request, trace: Sequence[Visit]) -> str:
+    refused = [verdict.candidate for visit in trace for verdict in visit.verdicts if verdict.driver_too_old]
+    return driver_need.next_step(refused[0], request.driver) if refused and request.driver else ""
 
 
 def _build_step(request: Request, trace: Sequence[Visit]) -> str:

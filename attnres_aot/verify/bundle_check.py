@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
-from attnres_aot.binary.prove import convergence_problems, launch_problems
+from attnres_aot.binary.prove import convergence_problems, flavour_problems, launch_problems
 from attnres_aot.bundle.audit import audit_problems
 from attnres_aot.bundle.folder import Folder, read_at_once
 from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, manifest_problems
@@ -114,6 +114,7 @@ def _image_problems(folder: Folder, image: ImageRecord, manifest: Manifest) -> I
         return
     if str(facts.arch) != manifest.arch.proven:
         yield f"the binary is for {facts.arch}, the manifest says {manifest.arch.proven!r:.40}"
+    yield from flavour_problems(facts, manifest.flavour)
     kernel = _only_kernel(facts)
     if kernel is None or kernel.symbol != image.symbol:
         found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"

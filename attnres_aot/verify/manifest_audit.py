@@ -42,6 +42,7 @@ def derivation_problems(manifest: Manifest) -> Iterator[str]:
     toolchain = {name: version for name, version in manifest.toolchain.items() if name != PACKAGE_COMPONENT}
     facts = BuildFacts(
         toolchain=toolchain,
+        flavour=manifest.flavour,
         package_version=manifest.toolchain.get(PACKAGE_COMPONENT, ""),
         sources=_own_sources(),
     )

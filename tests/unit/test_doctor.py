@@ -16,7 +16,7 @@ from attnres_aot.manifest import SCHEMA
 from attnres_aot.runtime import doctor
 from attnres_aot.runtime.doctor import Facts, diagnose, report_lines
 from attnres_aot.runtime.driver import FUNCTIONS
-from attnres_aot.runtime.machine import Driver, Gpu, Machine, Torch, gather_driver, gather_torch
+from attnres_aot.runtime.machine import Driver, Gpu, Machine, Torch, gather_driver, gather_machine, gather_torch
 from attnres_aot.runtime.places import Candidate, Place
 from attnres_aot.runtime.resolve import Request, resolve
 
@@ -33,15 +33,24 @@ HEALTHY = Machine(
 NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
 
 
-def bundle(arch: str) -> Candidate:
-    return Candidate(path="/b/k3", real_path="/b/k3", schema=SCHEMA, name="kimi_k3", arch=arch, manifest_sha256="0")
+def bundle(arch: str, oldest_driver: str) -> Candidate:
+    return Candidate(
+        path="/b/k3",
+        real_path="/b/k3",
+        schema=SCHEMA,
+        name="kimi_k3",
+        arch=arch,
+        oldest_driver=oldest_driver,
+        manifest_sha256="0",
+    )
 
 
-def facts(found: Machine = HEALTHY, arch: str | None = "sm_90") -> Facts:
+def facts(found: Machine = HEALTHY, arch: str | None = "sm_90", oldest_driver: str = "12.0") -> Facts:
     """Returns facts with one bundle of `arch` (or none) in one place, resolved for every GPU."""
-    place = Place(label="./artifacts", candidates=() if arch is None else (bundle(arch),))
+    place = Place(label="./artifacts", candidates=() if arch is None else (bundle(arch, oldest_driver),))
     capabilities = dict.fromkeys(gpu.capability for gpu in found.driver.gpus)
-    resolutions = tuple(resolve(Request(capability=capability), (place,)) for capability in capabilities)
+    driver = found.driver.cuda
+    resolutions = tuple(resolve(Request(capability=each, driver=driver), (place,)) for each in capabilities)
     return Facts(machine=found, places=(place,), resolutions=resolutions)
 
 
@@ -85,6 +94,32 @@ SICK = [
         facts=facts(with_driver(missing=("cuLibraryLoadData", "cuLaunchKernelEx"))),
         what="the driver library lacks cuLibraryLoadData, cuLaunchKernelEx",
         fix="install a driver of release 550.54.14 or later",
+    ),
+    Sick(
+        name="stub",
+        facts=facts(with_driver(cuda=None, failure="CUDA_ERROR_STUB_LIBRARY", gpus=())),
+        what="the libcuda.so.1 that was found is the CUDA toolkit's link-time stub",
+        fix="take the folder of the toolkit's stubs out of LD_LIBRARY_PATH and of the linker's configuration",
+    ),
+    Sick(
+        name="driver-too-old-for-the-bundle",
+        facts=facts(replace(with_driver(cuda=(12, 4)), torch=Torch(version="2.4", cuda="12.4")), oldest_driver="13.0"),
+        what="No bundle runs on this device, compute capability 9.0",
+        fix="install a driver for CUDA 13.0 (driver release 580.65.06) or later, or build for older ones: "
+        "`attnres-aot build --arch sm_90 --flavour cu12`.",
+    ),
+    Sick(
+        name="driver-too-old-for-the-arch",
+        facts=facts(
+            replace(
+                with_driver(cuda=(12, 8), gpus=(Gpu(index=0, name="NVIDIA B300", capability=(10, 3)),)),
+                torch=Torch(version="2.7", cuda="12.8"),
+            ),
+            arch="sm_103",
+            oldest_driver="12.9",
+        ),
+        what="No bundle runs on this device, compute capability 10.3",
+        fix="install a driver for CUDA 12.9 (driver release 575.51.03) or later.",
     ),
     Sick(
         name="driver-mismatch",
@@ -208,7 +243,7 @@ def test_without_a_gpu_the_report_lists_what_bundles_are_there() -> None:
     found = facts(replace(HEALTHY, driver=Driver(load_error=NO_LIBRARY)))
     lines = report_lines(found, diagnose(found))
     assert "Bundles found (no GPU to choose for):" in lines
-    assert "    /b/k3: kimi_k3 for sm_90" in lines
+    assert "    /b/k3: kimi_k3 for sm_90, needs a driver for CUDA 12.0" in lines
 
 
 @dataclass
@@ -258,7 +293,33 @@ class StubDriver:
         return 0
 
 
-def gather(stub: StubDriver, tmp_path: Path) -> Driver:
+@dataclass
+class LinkTimeStub:
+    """The toolkit's library for linking: every function is there and fails, whatever it is asked."""
+
+    version_status: int
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: self.version_status if name == "cuDriverGetVersion" else 34
+
+
+@pytest.mark.parametrize("status", [34, 0])
+def test_a_link_time_stub_is_told_as_what_it_is(status: int, tmp_path: Path) -> None:
+    found = gather(LinkTimeStub(version_status=status), tmp_path)
+    assert (found.cuda, found.failure, found.gpus) == (None, "CUDA_ERROR_STUB_LIBRARY", ())
+    (finding,) = diagnose(facts(replace(HEALTHY, driver=found)))
+    assert finding.what == "the libcuda.so.1 that was found is the CUDA toolkit's link-time stub"
+    assert "LD_LIBRARY_PATH" in finding.fix
+
+
+def test_a_library_that_is_no_driver_at_all_is_told_by_what_it_lacks(tmp_path: Path) -> None:
+    found = gather(object(), tmp_path)
+    assert "cuInit" in found.missing
+    (finding,) = diagnose(facts(replace(HEALTHY, driver=found)))[:1]
+    assert finding.what.startswith("the driver library lacks cuCtxGetCurrent")
+
+
+def gather(stub: object, tmp_path: Path) -> Driver:
     return gather_driver(lambda name: stub, tmp_path / "no kernel module")
 
 
@@ -356,3 +417,22 @@ def test_the_command_succeeds_where_every_gpu_has_its_bundle(monkeypatch: pytest
     monkeypatch.setattr(doctor, "gather_facts", lambda bundle, name: facts())
     status, text = run(monkeypatch, HEALTHY, None, as_json=True)
     assert (status, json.loads(text)["can_launch"]) == (0, True)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xff\xfe\x00", b"Name: click"], ids=["empty", "not-text", "no-version"])
+def test_a_build_tool_with_broken_metadata_is_of_unknown_version(
+    metadata: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "click-8.2.dist-info").mkdir()
+    (tmp_path / "click-8.2.dist-info" / "METADATA").write_bytes(metadata)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert gather_machine().build_packages["click"] == "of unknown version"
+
+
+def test_a_torch_whose_version_file_is_no_text_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    (tmp_path / "torch" / "version.py").write_bytes(b"\xff\xfe")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert gather_torch() is None

@@ -15,7 +15,13 @@ from attnres_aot.runtime.resolve import Request, judge, resolve
 
 def candidate(path: str, arch: str = "sm_90", **changes: object) -> Candidate:
     made = Candidate(
-        path=path, real_path=path, schema=SCHEMA, name="kimi_k3", arch=arch, manifest_sha256=f"digest of {path}"
+        path=path,
+        real_path=path,
+        schema=SCHEMA,
+        name="kimi_k3",
+        arch=arch,
+        oldest_driver="12.0",
+        manifest_sha256=f"digest of {path}",
     )
     return replace(made, **changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -27,7 +28,8 @@ from attnres_aot.manifest import (
     dump_manifest,
     seal,
 )
-from attnres_aot.runtime import resolve
+from attnres_aot.runtime import doctor, resolve
+from attnres_aot.runtime.machine import Driver, Gpu
 from attnres_aot.runtime.places import search_order
 from attnres_aot.runtime.resolve import find_bundle
 from attnres_aot.variants import kernel_symbol
@@ -66,6 +68,8 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         config_sha256="0" * 64,
         sources_sha256="0" * 64,
         toolchain={},
+        flavour="cu12",
+        oldest_driver="12.0",
         model=ModelRecord(hidden=7168, layers=93, block_size=12, leading_dense_layers=1),
         mailbox=MailboxRecord(capacity=64, slots=(1,)),
         tables=(),
@@ -388,6 +392,31 @@ REGISTRATIONS = [
         source="import a_module_that_nobody_has",
         note="entry point 'k3' (w_import) failed: ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
     ),
+    Registered(
+        name="exiting-function",
+        value="w_exits:folder",
+        source="""
+        import sys
+        def folder():
+            sys.exit("no data here")
+        """,
+        note="entry point 'k3' (w_exits:folder) failed: SystemExit: no data here",
+    ),
+    Registered(
+        name="exiting-import",
+        value="w_exit_import",
+        source="raise SystemExit(3)",
+        note="entry point 'k3' (w_exit_import) failed: SystemExit: 3",
+    ),
+    Registered(
+        name="empty", value="w_empty:E", source="E = ''", note="ValueError: expected an absolute path, found ''"
+    ),
+    Registered(
+        name="working-folder",
+        value="w_here:E",
+        source="E = 'artifacts'",
+        note="ValueError: expected an absolute path, found 'artifacts'",
+    ),
     Registered(name="no-such-name", value="w_lacks:folder", source="", note="(w_lacks:folder) failed: AttributeError"),
     Registered(name="no-folder", value="w_number:N", source="N = 7", note="failed: TypeError: expected str, bytes or"),
     Registered(name="bytes", value="w_bytes:B", source="B = b'/'", note="failed: TypeError: expected a folder as str"),
@@ -416,6 +445,75 @@ def test_entry_points(case: Registered, tmp_path: Path, monkeypatch: pytest.Monk
     assert find_bundle(None, HOPPER).path == fallback.absolute()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stranger:
+    name: str
+    file: str
+    content: bytes | None
+    """None: a folder has the file's name."""
+    note: str = ""
+
+
+STRANGERS = [
+    Stranger(name="entry-points-without-group", file="entry_points.txt", content=b"x = y"),
+    Stranger(name="entry-points-repeated", file="entry_points.txt", content=b"[a]\nx = 1\n[a]\nx = 1\n"),
+    Stranger(name="entry-points-not-text", file="entry_points.txt", content=b"\xff\xfe\x00", note="cannot be read"),
+    Stranger(
+        name="entry-points-with-group",
+        file="entry_points.txt",
+        content=b"= [attnres_aot.bundles\n[attnres_aot.bundles]\nx",
+        note="the entry_points.txt of ",
+    ),
+    Stranger(name="entry-points-folder", file="entry_points.txt", content=None),
+    Stranger(name="metadata-empty", file="METADATA", content=b""),
+    Stranger(name="metadata-not-text", file="METADATA", content=b"\xff\xfe\x00"),
+    Stranger(name="metadata-folder", file="METADATA", content=None),
+]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda stranger: stranger.name)
+def test_a_strangers_broken_package_ends_no_search(
+    stranger: Stranger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "site" / "aaa-1.0.dist-info"
+    broken.mkdir(parents=True)
+    if stranger.content is None:
+        (broken / stranger.file).mkdir()
+    else:
+        (broken / stranger.file).write_bytes(stranger.content)
+    install_entry_point(tmp_path / "site", monkeypatch, "k3", "w_good", "")
+    folder = write_bundle(tmp_path / "site" / "w_good" / "bundle")
+    assert find_bundle(None, HOPPER).path == folder
+    place = list(search_order())[2]
+    assert stranger.note in place.note
+    assert bool(stranger.note) == bool(place.note)
+    assert doctor.gather_facts(None, None).places[2].candidates[0].path == str(folder)
+
+
+def test_a_package_that_is_installed_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for site in ("later", "first"):
+        install_entry_point(tmp_path / site, monkeypatch, site, "w_twice", "")
+        write_bundle(tmp_path / site / "w_twice" / "bundle")
+    (candidate,) = list(search_order())[2].candidates
+    assert candidate.origin == "entry point 'first'"
+
+
+def test_a_finder_that_raises_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(*arguments: object) -> None:
+            return None
+
+        @staticmethod
+        def find_distributions(*arguments: object) -> None:
+            raise RuntimeError("no packages today")
+
+    bundle = write_bundle(Path("artifacts/kimi_k3-sm_90"))
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert find_bundle(None, HOPPER).path == bundle.absolute()
+    assert "cannot be listed: RuntimeError: no packages today" in list(search_order())[2].note
+
+
 def test_the_trace_names_the_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bundle(tmp_path / "site/w_other/bundle", "sm_100")
     install_entry_point(tmp_path / "site", monkeypatch, "k3-blackwell", "w_other", "")
@@ -438,3 +536,20 @@ def test_a_bundle_swapped_during_the_search_is_not_taken_for_another(monkeypatch
         BundleError, match="the manifest changed during the search: 'kimi_k3' sm_90 is now 'kimi_k3' sm_100"
     ):
         find_bundle(None, HOPPER)
+
+
+def test_the_search_compares_the_drivers_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = write_bundle(Path("artifacts/kimi_k3-sm_90"))
+    assert find_bundle(None, HOPPER, driver=(12, 0)).path == bundle.absolute()
+    with pytest.raises(BundleError, match=r"needs a driver for CUDA 12\.0 \(driver release 525\.60\.13\) or later"):
+        find_bundle(None, HOPPER, driver=(11, 8))
+
+
+def test_doctor_searches_with_the_drivers_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bundle(Path("artifacts/kimi_k3-sm_90"))
+    gpu = Gpu(index=0, name="NVIDIA H200", capability=HOPPER)
+    found = dataclasses.replace(doctor.gather_machine(), driver=Driver(cuda=(11, 8), gpus=(gpu,)))
+    monkeypatch.setattr(doctor, "gather_machine", lambda: found)
+    (resolution,) = doctor.gather_facts(None, None).resolutions
+    assert resolution.chosen is None
+    assert resolution.next_step == "install a driver for CUDA 12.0 (driver release 525.60.13) or later."

@@ -40,7 +40,7 @@ def _one_shape(monkeypatch) -> None:
 
 
 FAKE_COMPILER = """
-import json, os, signal, sys, time
+import ctypes, json, os, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +70,17 @@ def once(name):
     except FileExistsError:
         return False
 
-def prepare_environment(arch):
-    note({"start": os.getpid(), "environment": dict(os.environ), "cwd": os.getcwd()})
+def prepare_environment(arch, flavour):
+    import attnres_aot, enum
+    note({"start": os.getpid(), "environment": dict(os.environ), "cwd": os.getcwd(), "flavour": flavour,
+          "package": attnres_aot.__file__, "enum": enum.__file__, "driver": driver()})
     do("START")
+
+def driver():
+    try:
+        return str(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        return str(error)
 
 def launch_constants(spec):
     return {"cluster": spec.cluster, "threads": 128, "vectors": 1, "rows_per_cluster": 1}
@@ -154,7 +162,7 @@ def facts() -> BuildFacts:
     )
 
 
-def fake_proof(cubin, *, symbol, arch, params, block_threads, budget) -> ImageFacts:
+def fake_proof(cubin, *, symbol, arch, flavour, params, block_threads, budget) -> ImageFacts:
     assert block_threads == 128
     name = cubin.decode().split()[2] if cubin.startswith(b"CUBIN") else ""
     kernel = next((kernel for kernel in ("statistics", "publish") if f"-{kernel}" in name), "consumer")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.bundle import read_bundle, read_image
+from attnres_aot.bundle import lock as lock_module
+from attnres_aot.bundle import read_bundle, read_image, swap
 from attnres_aot.bundle import writer as bundle_writer
 from attnres_aot.bundle.writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
 from attnres_aot.errors import BundleError
@@ -66,7 +67,7 @@ def test_a_bundle_is_written_and_replaced_leaving_nothing_else(edition, target):
 
 
 def test_without_an_exchange_two_renames_do(edition, target, monkeypatch):
-    monkeypatch.setattr(bundle_writer, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(swap, "exchange", lambda first, second: False)
     test_a_bundle_is_written_and_replaced_leaving_nothing_else(edition, target)
 
 
@@ -87,8 +88,8 @@ DEATHS = [
     Death("first-file", "write_flushed", 0, True, "first"),
     Death("third-file", "write_flushed", 2, True, "first"),
     Death("manifest", "write_flushed", 5, True, "first"),
-    Death("before-the-exchange", "_swap", 0, True, "first"),
-    Death("after-the-exchange", "_remove", 1, True, "second"),
+    Death("before-the-exchange", "swap", 0, True, "first"),
+    Death("after-the-exchange", "discard", 0, True, "second"),
     Death("between-two-renames", "_rename_new", 0, False, "first"),
 ]
 
@@ -97,9 +98,9 @@ DEATHS = [
 def test_a_writer_killed_at_any_point_leaves_a_whole_bundle(death, edition, target, monkeypatch):
     write(target, edition("first"))
     with monkeypatch.context() as patch:
-        patch.setattr(bundle_writer, "_clean_up", lambda path: None)
+        patch.setattr(bundle_writer, "clean_up", lambda path: None)
         if not death.exchange:
-            patch.setattr(bundle_writer, "_exchange", lambda first, second: False)
+            patch.setattr(swap, "exchange", lambda first, second: False)
             patch.setattr(Path, "rename", die_at(1, Path.rename))
         else:
             patch.setattr(bundle_writer, death.function, die_at(death.call, getattr(bundle_writer, death.function)))
@@ -127,7 +128,7 @@ def die_at(call: int, function):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_reader_sees_one_bundle_or_the_other(exchange, edition, target, monkeypatch):
     if not exchange:
-        monkeypatch.setattr(bundle_writer, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(swap, "exchange", lambda first, second: False)
     write(target, edition("first"))
     stop = threading.Event()
     seen: list[str] = []
@@ -179,7 +180,7 @@ def test_a_lock_file_of_a_dead_writer_holds_nobody_up(edition, target):
 def test_a_writer_whose_lock_file_was_removed_under_it_takes_the_new_one(target, monkeypatch):
     target.parent.mkdir(parents=True)
     lock = target.parent / ".tiny-sm_90.lock"
-    flock = bundle_writer.fcntl.flock
+    flock = lock_module.fcntl.flock
     removed: list[bool] = []
 
     def remove_first(descriptor, operation):
@@ -188,7 +189,7 @@ def test_a_writer_whose_lock_file_was_removed_under_it_takes_the_new_one(target,
             lock.unlink()
         flock(descriptor, operation)
 
-    monkeypatch.setattr(bundle_writer.fcntl, "flock", remove_first)
+    monkeypatch.setattr(lock_module.fcntl, "flock", remove_first)
     with hold_target(target):
         assert lock.read_text() == f"{os.getpid()}\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ deployments:
 def cli(tmp_path, compiler, trusting, facts, monkeypatch, capfd):
     """Runs `attnres-aot build` and returns (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build_command, "gather_facts", lambda: facts)
+    monkeypatch.setattr(build_command, "gather_facts", lambda flavour: dataclasses.replace(facts, flavour=flavour))
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     Path("tiny.yaml").write_text(CONFIG)
 
@@ -106,6 +107,104 @@ def test_a_failed_arch_stops_the_next_unless_asked_to_keep_going(flags, archs, c
     assert len(json.loads(out)["bundles"]) == archs
 
 
+OBSTACLE = "'artifacts/tiny-sm_90' holds 'thesis.tex', which no build wrote; move that away or change --out"
+
+
+def put_obstacle() -> None:
+    Path("artifacts/tiny-sm_90").mkdir(parents=True)
+    Path("artifacts/tiny-sm_90/thesis.tex").write_text("years of work")
+
+
+def test_a_refused_arch_does_not_lose_the_report_of_those_before(cli):
+    put_obstacle()
+    status, out, err = cli("--arch", "sm_100,sm_90,sm_120", "--json")
+    assert status == 1
+    built, refused = json.loads(out)["bundles"]
+    assert (built["status"], built["reason"]) == ("built", "")
+    assert (refused["arch"], refused["status"], refused["reason"]) == ("sm_90", "refused", OBSTACLE)
+    assert err.splitlines()[-1] == f"error: {OBSTACLE}"
+    assert not Path("artifacts/tiny-sm_120").exists()
+
+
+def test_a_refused_arch_does_not_stop_the_next_when_asked_to_keep_going(cli):
+    put_obstacle()
+    status, out, err = cli("--arch", "sm_90,sm_100", "--keep-going")
+    assert status == 1
+    assert f"error: {OBSTACLE}\n" in err
+    assert "artifacts/tiny-sm_100: 5 variants" in out
+    status, out, _ = cli("--arch", "sm_90,sm_100", "--keep-going", "--json")
+    assert status == 1
+    assert [bundle["status"] for bundle in json.loads(out)["bundles"]] == ["refused", "unchanged"]
+
+
+def test_a_dry_run_of_several_archs_goes_on_after_a_refusal_when_asked(cli):
+    put_obstacle()
+    status, out, err = cli("--arch", "sm_90,sm_100", "--keep-going", "--dry-run", "--json")
+    assert (status, err) == (1, f"error: {OBSTACLE}\n")
+    seen, refused = json.loads(out)["bundles"]
+    assert (seen["arch"], len(seen["images"])) == ("sm_100", 5)
+    assert refused == {"path": "artifacts/tiny-sm_90", "arch": "sm_90", "refused": OBSTACLE}
+
+
+def test_an_interruption_does_not_lose_the_report_of_what_is_built(cli, monkeypatch):
+    build = build_command.build
+
+    def interrupted(request, facts, progress):
+        if str(request.plan.arch) == "sm_100":
+            raise KeyboardInterrupt
+        return build(request, facts, progress)
+
+    monkeypatch.setattr(build_command, "build", interrupted)
+    status, out, err = cli("--arch", "sm_90,sm_100", "--json")
+    assert status == 130
+    assert [bundle["status"] for bundle in json.loads(out)["bundles"]] == ["built"]
+    assert "interrupted" in err
+
+
+def test_what_could_not_be_removed_is_a_warning(cli, monkeypatch):
+    monkeypatch.setattr("attnres_aot.build.builder.write_bundle", lambda *arguments: ("x cannot be removed",))
+    status, _, err = cli("--arch", "sm_90")
+    assert status == 0
+    assert "warning: x cannot be removed" in err
+
+
+@pytest.mark.parametrize("seconds", ["inf", "3000000", "1e300"])
+def test_a_time_limit_may_be_as_long_as_one_likes(seconds, cli):
+    status, out, _ = cli("--arch", "sm_90", "--time-limit", seconds)
+    assert status == 0
+    assert "5 compiled" in out
+
+
+def test_the_flavour_is_what_is_asked_for_and_in_the_manifest(cli, compiler):
+    assert cli("--arch", "sm_90")[0] == 0
+    manifest = read_bundle("artifacts/tiny-sm_90").manifest
+    assert (manifest.flavour, manifest.oldest_driver) == ("cu12", "12.0")
+    assert {start["flavour"] for start in compiler.starts} == {"cu12"}
+    compiler.forget()
+    status, out, _ = cli("--arch", "sm_90", "--flavour", "cu13")
+    assert status == 0
+    assert "5 compiled, 0 reused" in out
+    manifest = read_bundle("artifacts/tiny-sm_90").manifest
+    assert (manifest.flavour, manifest.oldest_driver) == ("cu13", "13.0")
+    assert {start["flavour"] for start in compiler.starts} == {"cu13"}
+
+
+def test_a_dry_run_names_a_change_of_flavour(cli):
+    cli("--arch", "sm_90")
+    _, out, _ = cli("--arch", "sm_90", "--flavour", "cu13", "--dry-run")
+    assert "compile 5 images: flavour cu12 -> cu13" in out
+
+
+@pytest.mark.parametrize("name", ["my dir", "a\tb", 'a"b', "a'b", "a\\b", "a:b;c", "$HOME", "new\nline", "-x", "ünï"])
+def test_out_may_have_any_name_and_temporary_files_stay_below_it(name, cli, compiler, tmp_path):
+    status, _, err = cli("--arch", "sm_90", "--out", f"./{name}")
+    assert status == 0, err
+    assert read_bundle(Path(name) / "tiny-sm_90").manifest.name == "tiny"
+    for start in compiler.starts:
+        assert Path(start["environment"]["TMPDIR"]).is_relative_to(tmp_path / name)
+        assert start["environment"]["TMPDIR"] == start["cwd"]
+
+
 def test_a_hanging_image_is_given_up_after_the_time_limit(cli, compiler):
     compiler.behave_at({"h1024-nb1": "hang"})
     status, _, err = cli("--arch", "sm_90", "--time-limit", "1")
@@ -158,11 +257,23 @@ def test_a_part_is_refused_where_the_whole_is_and_built_elsewhere(cli):
         (("--arch", "sm_91"), "no bundle can be built for 'sm_91'"),
         (("--arch", "sm_90", "--jobs", "0"), "0 is not in the range x>=1"),
         (("--arch", "sm_90", "--time-limit", "0"), "0.0 is not in the range x>0"),
+        (("--arch", "sm_90", "--time-limit", "nan"), "nan is not in the range x>0"),
+        (("--arch", "sm_90", "--flavour", "cu11"), "'cu11' is not one of 'cu12', 'cu13'"),
         (("--arch", "sm_90", "--tp", "3"), "no deployment has tp=3"),
         (("--arch", "sm_90", "--config", "none.yaml"), "none.yaml"),
         (("--arch", "sm_90", "--outt", "x"), "--outt"),
     ],
-    ids=["no-arch", "unknown-arch", "no-jobs", "no-time", "unknown-tp", "no-config", "misspelt"],
+    ids=[
+        "no-arch",
+        "unknown-arch",
+        "no-jobs",
+        "no-time",
+        "nan-time",
+        "unknown-flavour",
+        "unknown-tp",
+        "no-config",
+        "misspelt",
+    ],
 )
 def test_misuse_has_status_2_and_starts_nothing(arguments, message, cli, compiler):
     status, out, err = cli(*arguments)

@@ -53,7 +53,8 @@ CHANGES = [
     Change("arch-suffix", "arch", Arch(10, 0, "a")),
     Change("arch-minor", "arch", Arch(10, 3)),
     Change("version", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "2"})),
-    Change("flavour", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "1", "dsl-cu13": "1"})),
+    Change("component", "facts", dataclasses.replace(FACTS, toolchain={"dsl": "1", "more": "1"})),
+    Change("flavour", "facts", dataclasses.replace(FACTS, flavour="cu13")),
     Change("sources", "facts", dataclasses.replace(FACTS, sources={"consumer": "b" * 64})),
     Change("compiler", "facts", dataclasses.replace(FACTS, compiler="other")),
     Change("schema", "schema", 2),
@@ -164,18 +165,59 @@ def _install(folder, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_every_library_package_of_the_compiler_counts(tmp_path, monkeypatch):
+def test_the_chosen_flavours_library_counts_and_others_do_not(tmp_path, monkeypatch):
     _install(tmp_path, "nvidia-cutlass-dsl", "9.9.0")
-    _install(tmp_path, "NVIDIA_cutlass.dsl-libs-cu99", "9.9.1")
+    _install(tmp_path, "NVIDIA_cutlass.dsl-libs-base", "9.9.1")
+    _install(tmp_path, "nvidia-cutlass-dsl-libs-cu12", "9.9.2")
     _install(tmp_path, "unrelated", "1.0")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    assert toolchain_versions() == {"nvidia-cutlass-dsl": "9.9.0", "nvidia-cutlass-dsl-libs-cu99": "9.9.1"}
+    alone = toolchain_versions("cu12")
+    assert alone == {
+        "nvidia-cutlass-dsl": "9.9.0",
+        "nvidia-cutlass-dsl-libs-base": "9.9.1",
+        "nvidia-cutlass-dsl-libs-cu12": "9.9.2",
+    }
+    _install(tmp_path, "nvidia-cutlass-dsl-libs-cu13", "9.9.3")
+    _install(tmp_path, "nvidia-cutlass-dsl-libs-qnx-cu12", "9.9.4")
+    assert toolchain_versions("cu12") == alone
+    assert toolchain_versions("cu13") == {
+        "nvidia-cutlass-dsl": "9.9.0",
+        "nvidia-cutlass-dsl-libs-base": "9.9.1",
+        "nvidia-cutlass-dsl-libs-cu13": "9.9.3",
+    }
+
+
+def test_a_flavour_that_is_not_installed_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    _install(tmp_path, "nvidia-cutlass-dsl", "9.9.0")
+    _install(tmp_path, "nvidia-cutlass-dsl-libs-cu12", "9.9.0")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with pytest.raises(CompileError) as caught:
+        toolchain_versions("cu13")
+    assert str(caught.value) == (
+        "the compiler's library of flavour cu13 is not installed here (installed: cu12); "
+        "install it: `pip install 'nvidia-cutlass-dsl-libs-cu13==9.9.0'`"
+    )
 
 
 def test_a_machine_without_the_compiler_is_told_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     with pytest.raises(CompileError, match=r"nvidia-cutlass-dsl is not installed here; .*pip install 'attnres-aot"):
-        toolchain_versions()
+        toolchain_versions("cu12")
+
+
+@pytest.mark.parametrize("metadata", [None, b"", b"Name: x", b"\xff\xfe\x00", "a folder"], ids=str)
+def test_a_strangers_broken_package_changes_nothing(metadata, tmp_path, monkeypatch):
+    _install(tmp_path, "nvidia-cutlass-dsl", "9.9.0")
+    _install(tmp_path, "nvidia-cutlass-dsl-libs-cu12", "9.9.2")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    whole = toolchain_versions("cu12")
+    broken = tmp_path / "aaa-1.0.dist-info"
+    broken.mkdir()
+    if metadata == "a folder":
+        (broken / "METADATA").mkdir()
+    elif metadata is not None:
+        (broken / "METADATA").write_bytes(metadata)
+    assert toolchain_versions("cu12") == whole
 
 
 def test_the_facts_of_this_machine_are_recorded_with_the_package_version():

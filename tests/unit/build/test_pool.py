@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import attnres_aot
 from attnres_aot.arch import Arch
-from attnres_aot.build.pool import Job, JobFailure, Pool, PoolSettings
+from attnres_aot.build.pool import Job, JobFailure, Pool, PoolSettings, Target
 from attnres_aot.errors import CompileError
 from attnres_aot.variants import ConsumerSpec
 
@@ -33,8 +34,7 @@ NAMES = [each.name for each in JOBS]
 def run(tmp_path, compiler, recorder):
     def run(jobs=JOBS, *, keep_going=True, **settings) -> Pool:
         pool = Pool(
-            "fake_compiler",
-            Arch(9, 0),
+            Target(compiler="fake_compiler", arch=Arch(9, 0), flavour="cu12"),
             tmp_path / "scratch",
             PoolSettings(**{"workers": 2, **settings}),
             recorder,
@@ -80,7 +80,62 @@ def test_workers_see_no_gpu_and_no_compiler_settings(run, compiler, monkeypatch,
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["KEPT"] == "yes"
     assert start["cwd"] == environment["TMPDIR"]
+    assert start["flavour"] == "cu12"
     assert start["cwd"].startswith(str(tmp_path / "scratch"))
+
+
+@pytest.mark.parametrize("module", ["enum", "pathlib", "typing", "json"])
+def test_an_installed_package_does_not_stand_in_for_a_module_of_the_standard_library(
+    module, run, compiler, tmp_path, monkeypatch
+):
+    """Old back-ports are installed so, and the folder of installed packages is on the builder's own path."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / f"{module}.py").write_text("raise ImportError('the back-port was taken')\n")
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    pool = run(JOBS[:1])
+    assert pool.failures == []
+    (start,) = compiler.starts
+    assert not start["enum"].startswith(str(packages))
+
+
+def test_workers_run_this_very_package(run, compiler, tmp_path, monkeypatch):
+    other = tmp_path / "other" / "attnres_aot"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise ImportError('another copy was taken')\n")
+    monkeypatch.syspath_prepend(str(other.parent))
+    monkeypatch.setenv("PYTHONPATH", str(other.parent))
+    assert run(JOBS[:1]).failures == []
+    (start,) = compiler.starts
+    assert start["package"] == attnres_aot.__file__
+
+
+def test_a_working_folder_full_of_modules_changes_nothing(run, compiler, tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise ImportError('the working folder was searched')\n")
+    (tmp_path / "attnres_aot.py").write_text("raise ImportError('the working folder was searched')\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(JOBS[:1]).failures == []
+
+
+def test_a_relative_scratch_folder_still_holds_all_temporary_files(compiler, recorder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = Target(compiler="fake_compiler", arch=Arch(9, 0), flavour="cu12")
+    Pool(target, Path("scratch"), PoolSettings(workers=1), recorder, keep_going=False).compile_all(JOBS[:1])
+    (start,) = compiler.starts
+    assert start["environment"]["TMPDIR"] == start["cwd"] == str(tmp_path / "scratch" / "worker1")
+
+
+def test_a_worker_cannot_load_a_driver_by_its_name(run, compiler, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    run(JOBS[:1])
+    (start,) = compiler.starts
+    assert start["environment"]["LD_LIBRARY_PATH"] == "no-driver:/somewhere"
+    assert start["driver"].endswith("file too short")
+
+
+def test_no_time_limit_is_a_time_limit(run):
+    assert run(job_seconds=float("inf")).failures == []
 
 
 @dataclass(frozen=True)
@@ -197,7 +252,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from attnres_aot.arch import Arch
-from attnres_aot.build.pool import Job, Pool, PoolSettings
+from attnres_aot.build.pool import Job, Pool, PoolSettings, Target
 from attnres_aot.variants import ConsumerSpec
 
 class Deaf:
@@ -205,7 +260,8 @@ class Deaf:
 
 spec = ConsumerSpec(hidden=1024, nb=4, has_delta=False, final=False, slots=0)
 job = Job(name=str(spec), kernel="consumer", key="0" * 64, spec=spec)
-pool = Pool("fake_compiler", Arch(9, 0), Path(sys.argv[1]), PoolSettings(workers=1), Deaf(), keep_going=False)
+target = Target(compiler="fake_compiler", arch=Arch(9, 0), flavour="cu12")
+pool = Pool(target, Path(sys.argv[1]), PoolSettings(workers=1), Deaf(), keep_going=False)
 pool.compile_all([job])
 """
 

@@ -93,7 +93,7 @@ def make_bundle(
             rows_per_cluster=1,
             pdl=True,
         )
-        record = prove_record(wanted, image, shown)
+        record = prove_record(wanted, image, shown, facts.flavour)
         records.append(record)
         files[record.file] = image.cubin
     path = folder / shown.bundle_name

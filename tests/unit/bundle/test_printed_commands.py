@@ -44,6 +44,8 @@ PLACEHOLDERS = {
     "{name}": "kimi_k3_all",
     "{path.stem}": "kimi_k3_all",
     "{PACKAGE}": "nvidia-cuda-nvdisasm",
+    "{library}": "nvidia-cutlass-dsl-libs-cu13",
+    "{installed[COMPILER]}": "4.8.1",
     "{shlex.quote(str(bundle.path))}": "artifacts/kimi_k3-sm_100",
     "BUNDLE": "artifacts/kimi_k3-sm_100",
     "ARCH": "sm_90",

@@ -24,6 +24,7 @@ COUNT = len(CONSUMER_PARAMS)
 ASKED: dict[str, Any] = {
     "symbol": "consumer",
     "arch": Arch(10, 0),
+    "flavour": "cu12",
     "params": CONSUMER_PARAMS,
     "block_threads": 128,
     "budget": BudgetRecord(registers=8, smem_bytes=40),
@@ -63,6 +64,11 @@ REFUSED = [
     Refused(name="another symbol", asked={"symbol": "other"}, message="symbol: asked 'other', found 'consumer'"),
     Refused(name="another arch", asked={"arch": Arch(10, 3)}, message="arch: asked sm_103, the binary names sm_100"),
     Refused(name="suffix", asked={"arch": Arch(10, 0, "f")}, message="arch: asked sm_100f, the binary names sm_100"),
+    Refused(
+        name="flavour",
+        asked={"flavour": "cu13"},
+        message="flavour: asked cu13, the binary is of cu12 (Cuda compilation tools, release 12.9, V12.9.",
+    ),
     Refused(name="two kernels", kernel="two", message="kernels: asked for exactly one, found 2: one, two"),
     Refused(name="no kernel", kernel="none", message="kernels: asked for exactly one, found 0: none"),
     Refused(

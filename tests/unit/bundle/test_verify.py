@@ -14,7 +14,7 @@ import pytest
 from renaming import rename_kernel
 
 from attnres_aot.abi import CONSUMER_PARAMS
-from attnres_aot.bundle import writer
+from attnres_aot.bundle import swap
 from attnres_aot.cli import main
 from attnres_aot.manifest import MANIFEST_NAME
 from attnres_aot.verify import verify_bundle
@@ -469,7 +469,7 @@ def test_no_bundle_is_a_failure_that_names_the_next_step(tmp_path, capsys):
 def test_a_bundle_that_is_replaced_meanwhile_is_one_or_the_other(exchange, make_bundle, monkeypatch):
     """What verify sees is one bundle, however often it is replaced, in one step or in two."""
     if not exchange:
-        monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(swap, "exchange", lambda first, second: False)
     path = make_bundle().path
     stop, reports = threading.Event(), []
 

@@ -42,7 +42,7 @@ def manifest_of(names: list[str]) -> Manifest:
     images = dict.fromkeys(str(choices_for(variant, HIDDEN)[0].spec) for variant in variants)
     return Manifest(
         schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="",
-        sources_sha256="", toolchain={},
+        sources_sha256="", toolchain={}, flavour="cu12", oldest_driver="12.0",
         model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
         mailbox=MailboxRecord(capacity=64, slots=(8,)), tables=(), abis={},
         images=tuple(

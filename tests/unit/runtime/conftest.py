@@ -221,6 +221,8 @@ class BundleMaker:
             config_sha256="0" * 64,
             sources_sha256="0" * 64,
             toolchain={"stub": "1"},
+            flavour="cu12",
+            oldest_driver="12.0",
             model=ModelRecord(hidden=HIDDEN, layers=4, block_size=2, leading_dense_layers=1),
             mailbox=MailboxRecord(capacity=64, slots=tuple(sorted({v.slots for v in parsed} - {0}))),
             tables=(

@@ -247,10 +247,60 @@ class Machine:
 
 
 MACHINES = [
+    Machine(name="stub", fail={"cuDriverGetVersion": 34}, text="is the CUDA toolkit's link-time stub; .*LD_LIBRARY"),
+    Machine(name="silent-stub", cuda=0, text="is the CUDA toolkit's link-time stub; .*LD_LIBRARY"),
     Machine(name="old", cuda=OLD, text=r"driver is too old: it serves CUDA 12\.2, but launching needs 12\.4 or newer"),
     Machine(name="no-gpu", fail={"cuInit": 100}, text="refused to start: CUDA_ERROR_NO_DEVICE; no GPU is visible"),
     Machine(name="mismatch", fail={"cuInit": 803}, text="SYSTEM_DRIVER_MISMATCH; .*reboot"),
 ]
+
+
+def needing(oldest_driver: str, flavour: str):
+    return lambda manifest: dataclasses.replace(manifest, oldest_driver=oldest_driver, flavour=flavour)
+
+
+@pytest.mark.parametrize("search", [False, True], ids=["named", "folder"])
+def test_a_driver_that_is_too_old_for_the_code_is_told_at_load(stub, bundles, search):
+    path = bundles.write(["nb2-delta"], change=needing("13.0", "cu13"))
+    stub.machine(cuda=12080)
+    with pytest.raises(BundleError) as caught:
+        api.load(path.parent if search else path)
+    text = str(caught.value)
+    assert (
+        "its code needs a driver for CUDA 13.0 (driver release 580.65.06) or later; this machine's serves CUDA 12.8"
+        in text
+    )
+    assert "or build for older ones: `attnres-aot build --arch sm_90 --config FILE --flavour cu12` (FILE: the" in text
+    assert stub.calls("cuLibraryLoadData") == 0
+
+
+@pytest.mark.parametrize("cuda", [13000, 13010, 14000])
+def test_a_driver_that_is_new_enough_is_not_in_the_way(stub, bundles, cuda):
+    path = bundles.write(["nb2-delta"], change=needing("13.0", "cu13"))
+    stub.machine(cuda=cuda)
+    assert api.load(path).bundle.manifest.oldest_driver == "13.0"
+
+
+def test_a_bundle_by_a_relative_path_outlives_a_change_of_the_working_folder(stub, bundles, tmp_path, monkeypatch):
+    path = bundles.write(["nb2-delta"])
+    monkeypatch.chdir(path.parent)
+    for named in (path.name, f"./{path.name}", "."):
+        loaded = api.load(named)
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert attnres_aot.preload(loaded) == 1
+        assert loaded.bundle.path.is_absolute()
+        monkeypatch.chdir(path.parent)
+
+
+def test_a_bundle_by_a_relative_variable_outlives_a_change_of_the_working_folder(stub, bundles, tmp_path, monkeypatch):
+    path = bundles.write(["nb2-delta"])
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("ATTNRES_AOT_BUNDLE", path.name)
+    loaded = api.load()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert attnres_aot.preload(loaded) == 1
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
