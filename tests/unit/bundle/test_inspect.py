@@ -122,7 +122,7 @@ def test_one_variant_in_full(bundle, capsys):
         "a cluster of 2 CTAs of 128 threads per row",
         "8 (budget 128); 0 bytes of stack, 0 of spills",
         "critical path",
-            "16 instructions",
+        "16 instructions",
         "32 instructions, none of them on local memory",
         "release 12.9",
     ):
