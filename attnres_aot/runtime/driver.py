@@ -163,11 +163,12 @@ class Driver:
     def parameters(self, kernel: ctypes.c_void_p, what: str) -> list[tuple[int, int]]:
         """Returns (offset, size) of every parameter of a kernel, in bytes and in order."""
         found: list[tuple[int, int]] = []
+        index, offset, size = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_size_t()
+        arguments = (kernel, index, ctypes.byref(offset), ctypes.byref(size))  # made once: an image has some 30 of them
+        ask = self.lib.cuKernelGetParamInfo
         while True:
-            offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-            status = self.lib.cuKernelGetParamInfo(
-                kernel, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
-            )
+            index.value = len(found)
+            status = ask(*arguments)
             if status == _INVALID_VALUE:
                 return found
             self.check(status, f"describe the parameters of {what}")

@@ -93,7 +93,7 @@ def handle_tensor(handle: int) -> torch.Tensor:
     a second. A torch that marks otherwise compiles once more before it takes the size for variable. What torch 2.13
     marks besides, to make guards faster, is left out: graphs that are loaded with their guards refuse it.
     """
-    tensor: Any = torch.zeros((handle, 0), dtype=torch.int8, device="cpu")
+    tensor: Any = torch.empty((handle, 0), dtype=torch.int8, device="cpu")  # zeros would start torch's CPU threads
     tensor._dynamo_weak_dynamic_indices = {0}  # noqa: SLF001 - see above; a test compares
     marked: torch.Tensor = tensor
     return marked

@@ -224,7 +224,8 @@ def test_what_pip_is_to_install_exists(printed):
     text = (ROOT / "pyproject.toml").read_text()
     wanted = [word for word in shlex.split(printed.filled)[2:] if not word.startswith("-")]
     assert wanted
-    for word in wanted:
+    for asked in wanted:
+        word = re.sub(r"-libs-cu\d+(?===)", "", asked)  # the compiler's libraries have the compiler's version
         extra = re.fullmatch(r"attnres-aot\[(\w+)\]", word)
         assert re.search(rf"^{extra[1]} = \[" if extra else rf'"{re.escape(word)}\b', text, re.MULTILINE), word
 
