@@ -7,6 +7,8 @@ shows in every element. The contract holds shares down to fp32's smallest normal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,13 +25,14 @@ _STEEPEST = 100.0
 """Size of the logit of a row along the query."""
 
 
-def far_banks(hidden: int, capacity: int, device: torch.device) -> Banks:
-    """Returns banks, both alike, whose rows repeat GAPS twice: the prefix is the large source, then the first block.
+def far_banks(hidden: int, capacity: int, device: torch.device, gaps: Sequence[int] = GAPS) -> Banks:
+    """Returns banks, both alike, whose rows repeat `gaps` twice: the prefix is the large source, then the first block.
 
     Args:
       hidden: row length in elements.
       capacity: mailbox rows that the bundle was planned for.
       device: where.
+      gaps: how far the large source's logit is below the others'.
     """
     generator = torch.Generator(device=device).manual_seed(5)
 
@@ -41,7 +44,7 @@ def far_banks(hidden: int, capacity: int, device: torch.device) -> Banks:
     slots = torch.zeros(MAX_SLOTS, BANK_ROWS, hidden, device=device)
     blocks = normal(BANK_ROWS, MAX_BLOCKS, hidden)
     for row in range(BANK_ROWS):
-        gap, in_block = GAPS[row % len(GAPS)], row // len(GAPS) % 2
+        gap, in_block = gaps[row % len(gaps)], row // len(gaps) % 2
         cosine = gap / _STEEPEST
         across = normal(hidden)
         across -= (across @ along) * along
