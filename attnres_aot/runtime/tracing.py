@@ -30,9 +30,6 @@ dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack
 """Returns how many dispatch modes are active; each launch asks."""
 
 
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-
-
 def stand_ins_among(tensors: Iterable[Any]) -> bool:
     """Tells whether any of these is a tracer's stand-in for a tensor (fake or functional)."""
     kinds = [getattr(sys.modules[home], name) for home, name in _STAND_INS if home in sys.modules]
@@ -40,8 +37,12 @@ def stand_ins_among(tensors: Iterable[Any]) -> bool:
 
 
 def exporting() -> bool:
-    """Tells whether torch.export is tracing; Dynamo takes this for a constant."""
-    return _is_exporting()
+    """Tells whether torch.export is tracing.
+
+    Reads what `torch.compiler.is_exporting` reads: Dynamo of torch 2.11 takes that function for True in everything that
+    it compiles, and every layer would then have a graph of its own.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def check_bound_tensors_can_be_traced(what: str, tensors: Iterable[Any]) -> bool:
