@@ -6,6 +6,7 @@ ARCH ?= sm_100
 BUILD_FLAGS ?=
 PYTEST_FLAGS ?=
 PROVE_FLAGS ?=
+SWEEP_FLAGS ?=
 FUZZ_FLAGS ?=
 # For test-gpu: a python that has torch, and the bundle to check.
 GPU_PYTHON ?= python3
@@ -20,7 +21,7 @@ INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test prove-ptx fuzz check check-flavours format test-gpu stress-gpu measure clean
+.PHONY: help build plan test prove-ptx fuzz check check-flavours sweep format test-gpu stress-gpu measure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -49,6 +50,9 @@ check: $(TEST_STAMP) ## everything that CI runs: format, lint, types, tests
 	$(TEST_VENV)/bin/ruff check --isolated --select F attnres_aot/kernels # other rules do not fit device code
 	$(TEST_VENV)/bin/mypy
 	$(MAKE) --no-print-directory test
+
+sweep: $(BUILD_STAMP) ## compile every image that any accepted configuration can need; hours, see docs/geometries.md
+	$(BUILD_VENV)/bin/python scripts/sweep.py $(SWEEP_FLAGS)
 
 format: $(TEST_STAMP) ## format the code and fix what can be fixed
 	$(TEST_VENV)/bin/ruff format .
