@@ -194,7 +194,7 @@ class Consumer:
 
 def take_consumer(bundle: LoadedBundle, variant: Variant, capacity: int) -> Consumer:
     """Returns the one launchable of a bundle for a variant and a number of rows per mailbox slot."""
-    found = bundle.consumers.get((variant, capacity))
+    found: Consumer | None = bundle.consumers.get((variant, capacity))
     if found is None:
         made = Consumer(bundle, variant, capacity)
         found = bundle.consumers.setdefault((variant, capacity), made)  # one step, so that threads get one object

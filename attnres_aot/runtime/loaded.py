@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from attnres_aot.abi import KERNEL_PARAMS, Param
 from attnres_aot.advice import build_changed
@@ -21,9 +21,6 @@ from attnres_aot.runtime.library import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import producer_miss, variant_miss
 from attnres_aot.runtime.torch_device import TorchDevice
 from attnres_aot.variants import MAX_BLOCKS, PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
-
-if TYPE_CHECKING:
-    from attnres_aot.runtime.consumer import Consumer
 
 _SHOWN_PROBLEMS = 20
 
@@ -46,7 +43,7 @@ class LoadedBundle:
         self._producers = {record.name: record for record in bundle.manifest.producers}
         self._images = {image.name: image for image in bundle.manifest.images}
         self._kernels: dict[str, LoadedKernel] = {}
-        self.consumers: dict[tuple[Variant, int], Consumer] = {}
+        self.consumers: dict[tuple[Variant, int], Any] = {}
         self._ready: set[tuple[ConsumerKey, int, bool, bool]] = set()
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ torch.compile traces them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,15 +24,37 @@ from attnres_aot.runtime.handles import Handles
 from attnres_aot.runtime.tracing import check_bound_tensors_can_be_traced, exporting
 
 if TYPE_CHECKING:
-    from attnres_aot.runtime.launching import LaunchingConsumer
+    from typing_extensions import Self
 
 Tensors = tuple["torch.Tensor | None", ...]
 
-consumers: Handles[LaunchingConsumer] = Handles("PreparedAttnRes")
+
+class Launches(Protocol):
+    """What the operators need of a PreparedAttnRes."""
+
+    handle: int
+    handle_tensor: torch.Tensor
+    writes_block: bool
+
+    @property
+    def statistics(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The bound (mixture, scal)."""
+
+    def launch(self, operands: tuple[torch.Tensor, ...], aux: torch.Tensor | None, *, ring: bool) -> None:
+        """Launches without asking who is tracing."""
+
+    def with_statistics(self, mixture: torch.Tensor, scal: torch.Tensor) -> Self:
+        """Returns a stand-in with other statistics bound."""
+
+    def forget_plans(self) -> None:
+        """Makes every launch look for its plan again."""
+
+
+consumers: Handles[Launches] = Handles("PreparedAttnRes")
 """Every PreparedAttnRes that is alive."""
 
 
-def compile_run(prepared: LaunchingConsumer, operands: Tensors) -> None:
+def compile_run(prepared: Launches, operands: Tensors) -> None:
     """Puts a launch into the graph that Dynamo is tracing.
 
     Args:
@@ -46,7 +68,7 @@ def compile_run(prepared: LaunchingConsumer, operands: Tensors) -> None:
         operator(prepared.handle_tensor.size(0), *operands, *prepared.statistics)
 
 
-def compile_run_ring(prepared: LaunchingConsumer, operands: Tensors, after: torch.Tensor | None) -> None:
+def compile_run_ring(prepared: Launches, operands: Tensors, after: torch.Tensor | None) -> None:
     """Puts a launch with a mailbox into the graph that Dynamo is tracing.
 
     Args:
@@ -61,7 +83,7 @@ def compile_run_ring(prepared: LaunchingConsumer, operands: Tensors, after: torc
         operator(prepared.handle_tensor.size(0), *operands, *prepared.statistics, after)
 
 
-def dispatch_run(prepared: LaunchingConsumer, operands: Tensors) -> None:
+def dispatch_run(prepared: Launches, operands: Tensors) -> None:
     """Calls the operator, for tracers and modes that see operators only; the arguments are those of `compile_run`.
 
     Raises:
@@ -71,21 +93,19 @@ def dispatch_run(prepared: LaunchingConsumer, operands: Tensors) -> None:
     operator(prepared.handle, *operands, *_traced_statistics(prepared, operands))
 
 
-def dispatch_run_ring(prepared: LaunchingConsumer, operands: Tensors, after: torch.Tensor | None) -> None:
+def dispatch_run_ring(prepared: Launches, operands: Tensors, after: torch.Tensor | None) -> None:
     """Calls the operator with a mailbox, likewise; the arguments are those of `compile_run_ring`."""
     operator = torch.ops.attnres_aot.run_ring_write if prepared.writes_block else torch.ops.attnres_aot.run_ring
     operator(prepared.handle, *operands, *_traced_statistics(prepared, operands), after)
 
 
-def _exported_statistics(prepared: LaunchingConsumer) -> tuple[None, None]:
+def _exported_statistics(prepared: Launches) -> tuple[None, None]:
     if prepared.statistics[0] is not None:
         raise RuntimeError("a consumer with bound statistics cannot be exported: the program would hold a copy of them")
     return None, None
 
 
-def _traced_statistics(
-    prepared: LaunchingConsumer, operands: Tensors
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _traced_statistics(prepared: Launches, operands: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     statistics = prepared.statistics
     if statistics[0] is None or check_bound_tensors_can_be_traced(f"a launch of {prepared!r}", operands):
         return statistics
@@ -120,9 +140,7 @@ def _run_ring(
     prepared.launch((prefix, blocks, out), aux, ring=True)
 
 
-def _with_statistics(
-    prepared: LaunchingConsumer, mixture: torch.Tensor | None, scal: torch.Tensor | None
-) -> LaunchingConsumer:
+def _with_statistics(prepared: Launches, mixture: torch.Tensor | None, scal: torch.Tensor | None) -> Launches:
     """Returns `prepared`, or one like it with the statistics given where a compiler has copied the bound ones."""
     bound_mixture, bound_scal = prepared.statistics
     if mixture is None and scal is None:
