@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,22 @@ _WORDS = 3  # columns of words; the rest are counts, but for the last, which is 
 def command(archs: tuple[Arch, ...], config_path: Path, selection: Selection, *, as_json: bool) -> None:
     """Show which variants, producers and images a configuration needs, and for which (tp, dcp)."""
     config = load_config(config_path)
-    plans = [plan(config, arch, selection=selection) for arch in archs]
+    first = plan(config, archs[0], selection=selection)
+    plans = [replace(first, arch=arch) for arch in archs]  # what a model needs is the same for all
     if as_json:
-        click.echo(json.dumps({"plans": [_as_json(each) for each in plans]}, indent=1))
+        _write_json(plans)
     else:
         _show(plans)
+
+
+def _write_json(plans: list[Plan]) -> None:
+    """Prints one plan a line, so that not all of a large configuration for many arches is in memory at a time."""
+    shown = _as_json(plans[0])
+    click.echo('{"plans": [')
+    for number, each in enumerate(plans, 1):
+        text = json.dumps({**shown, "arch": str(each.arch), "bundle": each.bundle_name})
+        click.echo(text + ("," if number < len(plans) else ""))
+    click.echo("]}")
 
 
 def _show(plans: list[Plan]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.arch import BUILDABLE
 from attnres_aot.variants import MAX_BLOCKS
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +110,19 @@ def test_each_change_changes_files(change):
 def test_a_file_can_be_had_again_by_its_number():
     made = [make(yaml_files.random.Random("1/5"), corpus()) for _ in range(2)]
     assert made[0] == made[1]
+
+
+def test_the_costliest_file_is_planned_for_every_arch_within_the_limits(tmp_path):
+    """In a process of its own, whose peak of memory is its own, too."""
+    config = tmp_path / "costly.yaml"
+    config.write_bytes(costliest())
+    line = [sys.executable, "-c", "import sys; from attnres_aot.cli import main; sys.exit(main())", "plan", "--json"]
+    line += [*(f"--arch={arch}" for arch in BUILDABLE), "--config", config]
+    with (tmp_path / "plans.json").open("wb") as out, subprocess.Popen(line, stdout=out) as child:
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    plans = json.loads((tmp_path / "plans.json").read_bytes())["plans"]
+    assert [plan["arch"] for plan in plans] == [str(arch) for arch in BUILDABLE]
+    assert used.ru_utime < 4.0  # seconds of processor time: 1.1 where it was written, on which a limit of 2 is held
+    assert used.ru_maxrss < 512 << 10
