@@ -73,7 +73,8 @@ class Expected:
     high: Tensor
     """[rows, H] bf16: largest such value."""
     defined: Tensor
-    """[rows] bool: fp32 holds the sum of squares of every source; elsewhere NaN or Inf may stand for what is finite."""
+    """[rows] bool: fp32 holds the sum of squares of every source, so that none is Inf; elsewhere NaN or Inf may stand
+    for what is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +237,8 @@ def _logits(values: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _squares_fit(values: Tensor) -> Tensor:
-    """Tells [rows] of `values` [rows, sources, H] where no finite source is too large for its squares."""
-    largest = values.square().sum(-1).amax(-1)
-    return (largest <= LARGEST_SQUARES) | ~largest.isfinite()
+    """Tells [rows] of `values` [rows, sources, H] where no source is too large for its squares."""
+    return values.square().sum(-1).amax(-1) <= LARGEST_SQUARES
 
 
 def _mix(values: Tensor, logits: Tensor, spreads: Tensor, multiplicity: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ what everybody else waits for. `final` always sums them, since it rounds mix to 
 | mixture  | [cap, H]             | fp32 | H, 1                | 16 B  | after the wait (statistics) | |
 | scal     | [cap, 2]             | fp32 | 2, 1                | 8 B   | after the wait (statistics) | |
 | aux      | [rows, H]            | bf16 | row dynamic         | 16 B  | | as prefix |
-| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | last; a second time where sums cancelled or overflowed |
+| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | last; a second time where sums cancelled |
 
 "The wait" is the dependency wait, for the grid before this one: with it, everything is written, and a mailbox looked at, when that
 grid has ended and its memory is visible. Parameter `early` puts it at the end of a kernel with a mailbox, where the caller promises that
@@ -57,8 +57,7 @@ before the first look, and the blocks are mixed in the shadow of that look. Ther
 to 8 slots are looked at together: in the common case all are full, and one branch says so.
 
 Shares are right down to fp32's smallest normal number, 2**-126 of the largest, and nothing from 2**-145 on.
-A source whose squares fp32 cannot add up makes its row NaN: its logit would be 0, and the output wrong. Without other
-sources the sum is repeated with smaller values.
+A source whose squares fp32 cannot add up makes its row NaN: its logit would be 0, and the output wrong.
 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
@@ -100,11 +99,6 @@ CANCEL = 2.0**-6
 """Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
 roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
 
-LARGEST = 3.4028234663852886e38
-"""Largest fp32."""
-DOWN = 2.0**-70
-"""Factor at which the squares of the largest bf16 values add up within fp32."""
-
 
 class Consumer:
     """Compiles to one image; the constructor's arguments are everything the code depends on."""
@@ -142,7 +136,7 @@ class Consumer:
         """Numbers of values in the exchanges: of the blocks alone, of everything, of mix itself."""
         sources = self.nb + 1
         if not self.mixes:
-            return 0, 1, 1
+            return 0, 1, 0
         if self.gram:
             return 0, padded(2 * sources + sources * (sources - 1) // 2), 1
         return 0 if self.stats else max(4, padded(2 * self.nb)), 4, 1
@@ -252,11 +246,12 @@ class Consumer:
         exchanges = None if self.slots else self.sums.open(tid, rank)
         cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
         on = inside(cols, self.row_vecs, self.cluster * self.threads * self.vectors)
-        vw = zip(_load_weight(norm, cols, on), _load_weight(query, cols, on), strict=True)
+        load = ptx.ld_vec if self.slots else ptx.ld_vec_const  # ptxas puts read-only loads off, until after the wait
+        vw = zip(_load_weight(norm, cols, on, load), _load_weight(query, cols, on, load), strict=True)
         blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
         vb = [
-            [ptx.ld_vec_const(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)]
+            [load(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)]
             for s in range(self.nb)
         ]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
@@ -274,7 +269,7 @@ class Consumer:
             vp = [ptx.ld_vec(at, o) for at, o in zip(prefix_at, on, strict=True)]
         vo = None
         if const_expr(self.early_loads or not self.slots):
-            vo = _load_weight(out_norm, cols, on)
+            vo = _load_weight(out_norm, cols, on, load)
         if const_expr(self.slots):
             ptx.griddepcontrol_wait_unless(early)
             looked = look()
@@ -299,7 +294,7 @@ class Consumer:
         vd = self.delta.take(looked, row, cols, on, source_slot_stride, fault, fault_tag, spin_budget)
         vx = add_bf16(vp, vd) if self.has_delta else vd
         if const_expr(vo is None):
-            vo = _load_weight(out_norm, cols, on)
+            vo = _load_weight(out_norm, cols, on, load)
         written = (
             (prefix, prefix_row_stride, Int64(0)),
             (blocks, blocks_row_stride, block_bytes * write),
@@ -340,8 +335,7 @@ class Consumer:
             self.sums.send(exchanges[1], [dot(x, x)])
             weight, out_at = meanwhile()
             (square,) = self.sums.receive(exchanges[1], 1)
-            _store(out_at, x, self._inv_rms(square, out_eps), weight)
-            self._store_huge(exchanges[2], x, square > LARGEST, out_eps, weight, out_at)
+            _store(out_at, x, self._inv_rms(square, out_eps) + overflow(square), weight)
             return
         v = [*(unpack_all(vecs) for vecs in vb), x]
         n = len(v)
@@ -441,14 +435,6 @@ class Consumer:
         return ptx.rsqrt(square * self.inv_hidden + floor)
 
     @cute.jit
-    def _store_huge(self, exchange, x, overflowed: Boolean, floor: Float32, weight, out_at):
-        """Where the sum of the squares of `x` has `overflowed`, stores the output once more, from those of x * DOWN."""
-        if overflowed:
-            x = [DOWN * value for value in x]
-            (square,) = self.sums.exchange(exchange, [dot(x, x)])
-            _store(out_at, x, self._inv_rms(square, floor * DOWN * DOWN), weight)
-
-    @cute.jit
     def _store_again(self, exchange, mix, cancelled: Boolean, floor: Float32, weight, out_at):
         """Where `cancelled`, stores the output once more, from the exchanged sum of its squares."""
         if cancelled:
@@ -456,9 +442,9 @@ class Consumer:
             _store(out_at, mix, self._inv_rms(square, floor), weight)
 
 
-def _load_weight(weight, cols, on):
+def _load_weight(weight, cols, on, load):
     """The thread's vectors of a weight of H elements."""
-    return [ptx.ld_vec_const(col_address(weight, col), o) for col, o in zip(cols, on, strict=True)]
+    return [load(col_address(weight, col), o) for col, o in zip(cols, on, strict=True)]
 
 
 def _store(places, values, inv, weight):
