@@ -250,10 +250,7 @@ class Consumer:
         vw = zip(_load_weight(norm, cols, on, load), _load_weight(query, cols, on, load), strict=True)
         blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
         block_bytes = Int64(Uint32(blocks_block_stride)) * 16
-        vb = [
-            [load(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)]
-            for s in range(self.nb)
-        ]
+        vb = [[load(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)] for s in range(self.nb)]
         w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
         look = partial(self.delta.look, source, row, cols, on, source_row_stride, source_slot_stride)
         looked, m, l, mixed = None, Float32(0.0), Float32(1.0), None
