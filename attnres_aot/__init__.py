@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from attnres_aot._version import __version__
 
 if TYPE_CHECKING:
-    from attnres_aot.arch import Arch, parse_arch
     from attnres_aot.errors import (
         AttnResError,
         BundleError,
@@ -25,25 +24,26 @@ if TYPE_CHECKING:
     )
     from attnres_aot.runtime.api import compile_consumer, load, preload, ring_fault, statistics_blocks, statistics_rows
     from attnres_aot.runtime.consumer import Consumer
+    from attnres_aot.runtime.cuda.fault import RingFault
     from attnres_aot.runtime.fallback import Missed
-    from attnres_aot.runtime.fault import RingFault
     from attnres_aot.runtime.loaded import LoadedBundle
-    from attnres_aot.runtime.mailbox import arm, new_mailbox
+    from attnres_aot.runtime.operands.mailbox import arm, new_mailbox
+    from attnres_aot.runtime.operands.weights import AttnResWeights
     from attnres_aot.runtime.prepared import PreparedAttnRes
     from attnres_aot.runtime.publish import PreparedPublish, publish
     from attnres_aot.runtime.statistics import PreparedStatistics, statistics
-    from attnres_aot.runtime.weights import AttnResWeights
-    from attnres_aot.variants import ConsumerKey, Variant, parse_variant
+    from attnres_aot.spec.arch import Arch, parse_arch
+    from attnres_aot.spec.variants import ConsumerKey, Variant, parse_variant
 
 _HOMES = {
-    "Arch": "arch",
+    "Arch": "spec.arch",
     "AttnResError": "errors",
-    "AttnResWeights": "runtime.weights",
+    "AttnResWeights": "runtime.operands.weights",
     "BundleError": "errors",
     "CompileError": "errors",
     "ConfigError": "errors",
     "Consumer": "runtime.consumer",
-    "ConsumerKey": "variants",
+    "ConsumerKey": "spec.variants",
     "DriverError": "errors",
     "LoadedBundle": "runtime.loaded",
     "Missed": "runtime.fallback",
@@ -52,16 +52,16 @@ _HOMES = {
     "PreparedAttnRes": "runtime.prepared",
     "PreparedPublish": "runtime.publish",
     "PreparedStatistics": "runtime.statistics",
-    "RingFault": "runtime.fault",
+    "RingFault": "runtime.cuda.fault",
     "UsageError": "errors",
-    "Variant": "variants",
+    "Variant": "spec.variants",
     "VariantMissError": "errors",
-    "arm": "runtime.mailbox",
+    "arm": "runtime.operands.mailbox",
     "compile_consumer": "runtime.api",
     "load": "runtime.api",
-    "new_mailbox": "runtime.mailbox",
-    "parse_arch": "arch",
-    "parse_variant": "variants",
+    "new_mailbox": "runtime.operands.mailbox",
+    "parse_arch": "spec.arch",
+    "parse_variant": "spec.variants",
     "preload": "runtime.api",
     "publish": "runtime.publish",
     "ring_fault": "runtime.api",

@@ -2,7 +2,7 @@
 
 import sys
 
-from attnres_aot.cli import main
+from attnres_aot.cli.entry import main
 
 if __name__ == "__main__":  # build workers that are spawned import this module again
     sys.exit(main())

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from attnres_aot import PreparedPublish, PreparedStatistics
-from attnres_aot.checking.bare import (
+from attnres_aot.cli.row_counts import parse_rows
+from attnres_aot.selftest.bare import (
     BARE_EPS,
     bare_cases,
     check_bare,
@@ -31,10 +32,9 @@ from attnres_aot.checking.bare import (
     draw_bare,
     rows_for,
 )
-from attnres_aot.checking.cases import MAX_ROWS
-from attnres_aot.checking.loaded import LoadedConsumer
-from attnres_aot.checking.suite import bundle_variants
-from attnres_aot.row_counts import parse_rows
+from attnres_aot.selftest.cases import MAX_ROWS
+from attnres_aot.selftest.loaded import LoadedConsumer
+from attnres_aot.selftest.suite import bundle_variants
 
 
 def launch_all(consumer: LoadedConsumer, rows: tuple[int, ...]) -> int:

@@ -21,14 +21,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attnres_aot.abi import KERNEL_PARAMS
-from attnres_aot.arch import parse_buildable_arch
 from attnres_aot.binary.prove import prove_image
-from attnres_aot.build.budgets import budget_for
-from attnres_aot.compiler import compile_image, launch_constants, prepare_environment
+from attnres_aot.builder.budgets import budget_for
 from attnres_aot.errors import AttnResError
-from attnres_aot.toolkits import DEFAULT_FLAVOUR
-from attnres_aot.variants import (
+from attnres_aot.kernels.compile import compile_image, launch_constants, prepare_environment
+from attnres_aot.spec.arch import parse_buildable_arch
+from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.spec.toolkits import DEFAULT_FLAVOUR
+from attnres_aot.spec.variants import (
     ELEMS_PER_CTA,
     HIDDEN_STEP,
     MAX_BLOCKS,

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from attnres_aot.runtime.driver import Driver
-from attnres_aot.runtime.launch import KIND_FORMATS
-from attnres_aot.runtime.library import LoadedKernel
+from attnres_aot.runtime.cuda.driver import Driver
+from attnres_aot.runtime.cuda.modules import LoadedKernel
+from attnres_aot.runtime.launch.packed import KIND_FORMATS
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*

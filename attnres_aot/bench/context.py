@@ -13,8 +13,8 @@ from attnres_aot.bench.clock import Call
 from attnres_aot.bench.results import Context, EmptyTime
 from attnres_aot.bench.rig import Rig, Timer
 from attnres_aot.errors import DriverError
-from attnres_aot.runtime.driver import Current, Driver, open_driver
-from attnres_aot.runtime.torch_device import TorchDevice
+from attnres_aot.runtime.cuda.device import TorchDevice
+from attnres_aot.runtime.cuda.driver import Current, Driver, open_driver
 
 _MEMORY_COPY_BYTES = 512 << 20
 _L2_SHARE = 8  # source and destination together take a quarter of the L2

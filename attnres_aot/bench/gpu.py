@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from attnres_aot.runtime.machine import gather_driver
+from attnres_aot.doctor.machine import gather_driver
 
 _L2_IF_UNKNOWN = 64 << 20
 

@@ -17,10 +17,10 @@ from attnres_aot.bench.clock import Call
 from attnres_aot.bench.results import HostCost
 from attnres_aot.bench.rig import EPS, SPIN_BUDGET, Job, Rig, Sets
 from attnres_aot.errors import UsageError
-from attnres_aot.runtime.driver import open_driver
-from attnres_aot.runtime.operands import VECTOR_ELEMS
+from attnres_aot.runtime.cuda.driver import open_driver
+from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS
 from attnres_aot.runtime.prepared import PreparedAttnRes
-from attnres_aot.variants import Variant, parse_variant
+from attnres_aot.spec.variants import Variant, parse_variant
 
 BARE, RUN, RUN_UNCHECKED = "bare cuLaunchKernelEx", "run, checks on", "run, checks off"
 RUN_MOVING, TORCH = "run, checks on, other tensors in turn", "torch in-place add"

@@ -6,10 +6,10 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from attnres_aot.bundle.manifest import Manifest
 from attnres_aot.errors import UsageError, did_you_mean
-from attnres_aot.manifest import Manifest
 from attnres_aot.runtime.pdl import EARLY, Pdl
-from attnres_aot.variants import PUBLISH, STATISTICS, ConsumerKey, Producer, Variant, parse_variant
+from attnres_aot.spec.variants import PUBLISH, STATISTICS, ConsumerKey, Producer, Variant, parse_variant
 
 CONSUMER, RING, CHAIN, PUBLISHED = "consumer", "ring", "statistics+consumer", "publish+consumer"
 """Kinds of work: launches of one consumer; a copy into the mailbox and a ring consumer, less the copy alone; the

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attnres_aot.bundle.manifest import to_json
 from attnres_aot.errors import UsageError
 from attnres_aot.input_file import read_input
-from attnres_aot.manifest import to_json
 from attnres_aot.runtime.pdl import Pdl
 
 SCHEMA = 1

@@ -17,11 +17,11 @@ from attnres_aot.bench.clock import Call
 from attnres_aot.bench.producers import bind_statistics_kernel
 from attnres_aot.bench.traffic import Traffic, consumer_traffic, copy_traffic, statistics_traffic
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.mailbox import new_mailbox
+from attnres_aot.runtime.operands.mailbox import new_mailbox
 from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import PreparedPublish
-from attnres_aot.variants import Variant
+from attnres_aot.spec.variants import Variant
 
 EPS = 1e-6
 COLD_FACTOR = 2.0

@@ -21,7 +21,7 @@ from attnres_aot.bench.gpu import device_bytes, host_bytes
 from attnres_aot.bench.results import Soak
 from attnres_aot.bench.rig import Job, Rig, Sets
 from attnres_aot.errors import DriverError
-from attnres_aot.variants import Variant, parse_variant
+from attnres_aot.spec.variants import Variant, parse_variant
 
 THREADS, STREAMS = 8, 2
 ROWS = (1, 5, 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnres_aot.variants import Variant
+from attnres_aot.spec.variants import Variant
 
 _BF16, _FP32 = 2, 4
 

@@ -13,10 +13,10 @@ import re
 import struct
 from dataclasses import dataclass
 
-from attnres_aot.arch import Arch, parse_arch
 from attnres_aot.binary.elf_image import ElfImage, open_elf
 from attnres_aot.binary.kernel_facts import KernelFacts, read_kernels
 from attnres_aot.errors import BundleError, UsageError
+from attnres_aot.spec.arch import Arch, parse_arch
 
 MAX_CUBIN_BYTES = 1 << 20
 """Largest file that is read as a cubin; ours are tens of kilobytes."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnres_aot.abi import Param
-from attnres_aot.arch import Arch
 from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
+from attnres_aot.bundle.manifest import BudgetRecord
 from attnres_aot.errors import BundleError, CompileError
-from attnres_aot.manifest import BudgetRecord
+from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.params import Param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

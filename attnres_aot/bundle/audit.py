@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from attnres_aot.arch import BUILDABLE, parse_arch
+from attnres_aot.bundle.manifest import Manifest, ProducerRecord, TableRecord, VariantRecord
 from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, producer_of, variant_of
-from attnres_aot.manifest import Manifest, ProducerRecord, TableRecord, VariantRecord
-from attnres_aot.tables import scan_table
-from attnres_aot.toolkits import FLAVOURS, cuda_text, oldest_driver
-from attnres_aot.variants import MAX_BLOCKS, producers_for, variant_name
+from attnres_aot.spec.arch import BUILDABLE, parse_arch
+from attnres_aot.spec.tables import scan_table
+from attnres_aot.spec.toolkits import FLAVOURS, cuda_text, oldest_driver
+from attnres_aot.spec.variants import MAX_BLOCKS, producers_for, variant_name
 
 Pair = tuple[int, int]
 """(tp, dcp) of a deployment."""

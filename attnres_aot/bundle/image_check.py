@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnres_aot.bundle.limits import MAX_IMAGE_BYTES
+from attnres_aot.bundle.manifest import IMAGE_SUFFIX, ImageRecord, Manifest
 from attnres_aot.bundle.names import is_digest, name_problem
 from attnres_aot.errors import UsageError
-from attnres_aot.manifest import IMAGE_SUFFIX, ImageRecord, Manifest
-from attnres_aot.variants import (
+from attnres_aot.spec.variants import (
     ELEMS_PER_CTA,
     ROWS_PER_CLUSTER,
     ConsumerSpec,

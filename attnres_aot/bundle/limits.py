@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnres_aot.manifest import Manifest, ProducerRecord, VariantRecord
-from attnres_aot.variants import MAX_DEPLOYMENTS
+from attnres_aot.bundle.manifest import Manifest, ProducerRecord, VariantRecord
+from attnres_aot.spec.variants import MAX_DEPLOYMENTS
 
 MAX_IMAGE_BYTES = 1 << 20
 """Largest image file that a reader accepts; ours have some 30 KB."""

@@ -12,15 +12,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from attnres_aot.abi import KIND_BYTES, Param
-from attnres_aot.arch import parse_arch
 from attnres_aot.bundle.image_check import ImageFit, fit_of, image_problems, spec_of
 from attnres_aot.bundle.limits import size_problems
+from attnres_aot.bundle.manifest import Choice, Manifest, ProducerRecord, VariantRecord
 from attnres_aot.bundle.names import is_digest, name_problem
 from attnres_aot.errors import UsageError
-from attnres_aot.manifest import Choice, Manifest, ProducerRecord, VariantRecord
-from attnres_aot.toolkits import is_flavour_name, parse_cuda
-from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerKey, Producer, Variant, parse_producer, variant_name
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.params import KIND_BYTES, Param
+from attnres_aot.spec.toolkits import is_flavour_name, parse_cuda
+from attnres_aot.spec.variants import (
+    MAX_BLOCKS,
+    MAX_SLOTS,
+    ConsumerKey,
+    Producer,
+    Variant,
+    parse_producer,
+    variant_name,
+)
 
 MAX_PROBLEMS = 100
 """Most problems that are listed; a manifest may be wrong in more ways than anybody reads."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from attnres_aot.bundle.folder import Folder, read_at_once
 from attnres_aot.bundle.limits import MAX_IMAGE_BYTES
+from attnres_aot.bundle.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, ImageRecord, Manifest, load_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.errors import BundleError, clip
-from attnres_aot.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, ImageRecord, Manifest, load_manifest
 from attnres_aot.records import dataclass
 
 _SHOWN_PROBLEMS = 20

@@ -11,7 +11,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from attnres_aot.manifest import MANIFEST_NAME
+from attnres_aot.bundle.manifest import MANIFEST_NAME
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

@@ -31,11 +31,11 @@ from pathlib import Path
 
 from attnres_aot.bundle.audit import audit_problems
 from attnres_aot.bundle.lock import take_lock
+from attnres_aot.bundle.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import read_manifest_bytes
 from attnres_aot.bundle.swap import beside, clean_up, discard, flush_folder, leftovers, new_folder, swap
 from attnres_aot.errors import BundleError
-from attnres_aot.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,23 +12,23 @@ from typing import Any, NoReturn
 
 import click
 
-from attnres_aot.arch import Arch
-from attnres_aot.build.builder import BuildRequest, Preview, build, preview, refused_report
-from attnres_aot.build.inventory import Source
-from attnres_aot.build.keys import BuildFacts, gather_facts
-from attnres_aot.build.pool import PoolSettings
-from attnres_aot.build.progress import Progress, choose_progress
-from attnres_aot.build.quotas import usable_cores, usable_memory
-from attnres_aot.build.report import BuildReport
-from attnres_aot.build.unfailing import UnfailingProgress
+from attnres_aot.builder.builder import BuildRequest, Preview, build, preview, refused_report
+from attnres_aot.builder.inventory import Source
+from attnres_aot.builder.keys import BuildFacts, gather_facts
+from attnres_aot.builder.pool import PoolSettings
+from attnres_aot.builder.progress import Progress, choose_progress
+from attnres_aot.builder.quotas import usable_cores, usable_memory
+from attnres_aot.builder.report import BuildReport
+from attnres_aot.builder.unfailing import UnfailingProgress
+from attnres_aot.bundle.manifest import to_json
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
+from attnres_aot.cli.streams import Teller, tell
 from attnres_aot.cli.wording import count, error_text, megabytes
-from attnres_aot.config import load_config
+from attnres_aot.config.reader import load_config
 from attnres_aot.errors import AttnResError
-from attnres_aot.manifest import to_json
-from attnres_aot.plan import Selection, plan
-from attnres_aot.streams import Teller, tell
-from attnres_aot.toolkits import DEFAULT_FLAVOUR, FLAVOURS
+from attnres_aot.plan.plan import Selection, plan
+from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.toolkits import DEFAULT_FLAVOUR, FLAVOURS
 
 MOST_JOBS = 16
 """Compiler processes that are started unless more are asked for."""

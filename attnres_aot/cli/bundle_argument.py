@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from attnres_aot.manifest import MANIFEST_NAME
+from attnres_aot.bundle.manifest import MANIFEST_NAME
 
 
 def bundles_at(path: Path) -> tuple[Path, ...]:

@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
-from attnres_aot.arch import parse_arch
 from attnres_aot.binary.cubin import read_cubin
 from attnres_aot.binary.disassembler import disassemble, find_disassembler
-from attnres_aot.bundle import Bundle, read_bundle, read_image
+from attnres_aot.bundle.manifest import ImageRecord, ProducerRecord, VariantRecord, dump_manifest, to_json
+from attnres_aot.bundle.reader import Bundle, read_bundle, read_image
 from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_producer, show_variant
 from attnres_aot.cli.options import json_option
 from attnres_aot.errors import BundleError, UsageError, VariantMissError
-from attnres_aot.manifest import ImageRecord, ProducerRecord, VariantRecord, dump_manifest, to_json
+from attnres_aot.spec.arch import parse_arch
 
 
 @click.command("inspect")

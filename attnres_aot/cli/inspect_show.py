@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnres_aot.abi import Param
-from attnres_aot.arch import parse_arch
 from attnres_aot.binary.cubin import CubinFacts
-from attnres_aot.bundle import Bundle
+from attnres_aot.bundle.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord
+from attnres_aot.bundle.reader import Bundle
 from attnres_aot.cli.inspect_tables import image_lines, producer_lines, variant_lines
 from attnres_aot.cli.wording import count, pairs
-from attnres_aot.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord
-from attnres_aot.toolkits import driver_text, parse_cuda
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.params import Param
+from attnres_aot.spec.toolkits import driver_text, parse_cuda
 
 LABEL_WIDTH = 13
 """Characters of the names of facts."""

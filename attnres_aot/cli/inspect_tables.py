@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from attnres_aot.bundle.manifest import Manifest, ProducerRecord, VariantRecord
 from attnres_aot.cli.wording import count, line, pairs, ranges, source_name, span, widths
-from attnres_aot.manifest import Manifest, ProducerRecord, VariantRecord
 
 _VARIANT_HEADER = ("consumer", "nb", "options", "variants", "images", "registers")
 _ALWAYS = ("registers", "bytes")

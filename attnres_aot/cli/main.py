@@ -6,9 +6,9 @@ import importlib
 
 import click
 
-from attnres_aot import device_cli, streams
 from attnres_aot._version import __version__
-from attnres_aot.cli import BUILDER_COMMANDS, INSTALL_BUILD, is_build_module
+from attnres_aot.cli import device_cli, streams
+from attnres_aot.cli.entry import BUILDER_COMMANDS, INSTALL_BUILD, is_build_module
 from attnres_aot.cli.wording import error_text
 from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
 

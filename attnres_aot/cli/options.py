@@ -17,10 +17,10 @@ from typing import Any
 
 import click
 
-from attnres_aot.arch import Arch, choices, parse_buildable_arch
-from attnres_aot.config import DEFAULT_CONFIG
+from attnres_aot.config.reader import DEFAULT_CONFIG
 from attnres_aot.errors import UsageError
-from attnres_aot.plan import Selection
+from attnres_aot.plan.plan import Selection
+from attnres_aot.spec.arch import Arch, choices, parse_buildable_arch
 
 Function = Callable[..., Any]
 

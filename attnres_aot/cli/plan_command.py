@@ -10,13 +10,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from attnres_aot.arch import Arch
+from attnres_aot.bundle.manifest import to_json
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
 from attnres_aot.cli.plan_rows import Row, Source, sources
 from attnres_aot.cli.wording import count, line, pairs, ranges, source_name, widths
-from attnres_aot.config import load_config
-from attnres_aot.manifest import to_json
-from attnres_aot.plan import Plan, Selection, plan
+from attnres_aot.config.reader import load_config
+from attnres_aot.plan.plan import Plan, Selection, plan
+from attnres_aot.spec.arch import Arch
 
 _HEADER = ("in the model", "nb", "consumer", "plain", "aux", "stats", "both", "images", "")
 _WORDS = 3  # columns of words; the rest are counts, but for the last, which is empty

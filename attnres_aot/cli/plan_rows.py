@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnres_aot.cli.wording import ranges
-from attnres_aot.plan import Plan, PlannedVariant, Position
+from attnres_aot.plan.plan import Plan, PlannedVariant, Position
 
 _SHORT: dict[tuple[Position, ...], str] = {
     (Position.BEFORE_ATTENTION, Position.BEFORE_MLP): "before attn, MLP",

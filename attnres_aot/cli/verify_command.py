@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from attnres_aot.arch import parse_arch
+from attnres_aot.bundle.manifest import Manifest
 from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.options import json_option
 from attnres_aot.cli.wording import count
-from attnres_aot.manifest import Manifest
-from attnres_aot.verify import VerifyReport, verify_bundle
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.verify.bundle_check import VerifyReport, verify_bundle
 
 
 @click.command("verify")

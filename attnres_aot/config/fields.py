@@ -8,7 +8,7 @@ from collections.abc import Sequence as Names
 from attnres_aot.config.problems import Problems
 from attnres_aot.config.yaml_tree import Mapping, Node, Scalar, Sequence
 from attnres_aot.errors import did_you_mean
-from attnres_aot.tables import EMPTY, BatchTable, Span, overlaps, scan_table
+from attnres_aot.spec.tables import EMPTY, BatchTable, Span, overlaps, scan_table
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _NULLS = ("", "~", "null", "Null", "NULL")

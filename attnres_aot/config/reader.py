@@ -7,12 +7,12 @@ from pathlib import Path
 
 from attnres_aot.config.fields import Fields, describe, read_integer, wrong
 from attnres_aot.config.problems import Problems
+from attnres_aot.config.shipped import DEFAULT_NAME, path_of
+from attnres_aot.config.source import START_FROM, read_source
 from attnres_aot.config.yaml_tree import Mapping, Node, Scalar, read_tree
-from attnres_aot.config_source import START_FROM, read_source
 from attnres_aot.errors import ConfigError
-from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
-from attnres_aot.shipped import DEFAULT_NAME, path_of
-from attnres_aot.variants import ELEMS_PER_CTA, HIDDEN_STEP, MAX_BLOCKS, MAX_CLUSTER, MAX_DEPLOYMENTS, MAX_SLOTS
+from attnres_aot.plan.settings import Config, Deployment, Mailbox, Model, Options
+from attnres_aot.spec.variants import ELEMS_PER_CTA, HIDDEN_STEP, MAX_BLOCKS, MAX_CLUSTER, MAX_DEPLOYMENTS, MAX_SLOTS
 
 DEFAULT_CONFIG = path_of(DEFAULT_NAME)
 """The configuration that ships with the package."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import yaml
 
 from attnres_aot.config.problems import Problems
-from attnres_aot.config_source import MAX_BYTES, START_FROM
+from attnres_aot.config.source import MAX_BYTES, START_FROM
 
 MAX_DEPTH = 16
 """Deepest nesting that is read."""

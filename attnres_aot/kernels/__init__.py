@@ -1,1 +1,1 @@
-"""Device code: the only modules, beside `attnres_aot.compiler`, that import the CuTe DSL."""
+"""Device code: the only modules, beside `attnres_aot.kernels.compile`, that import the CuTe DSL."""

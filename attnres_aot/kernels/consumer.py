@@ -171,7 +171,7 @@ class Consumer:
         out_eps: Float32,
         stream,
     ):
-        """Launches one cluster per row; parameters are `attnres_aot.abi.CONSUMER_PARAMS`, strides in vectors."""
+        """Launches one cluster per row; parameters are `attnres_aot.spec.params.CONSUMER_PARAMS`, strides in vectors."""
         self.kernel(
             source,
             prefix,

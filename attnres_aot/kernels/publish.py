@@ -53,7 +53,7 @@ class Publish:
 
     @cute.jit
     def __call__(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32, stream):
-        """Launches one CTA per row; parameters are `attnres_aot.abi.PUBLISH_PARAMS`, strides in vectors."""
+        """Launches one CTA per row; parameters are `attnres_aot.spec.params.PUBLISH_PARAMS`, strides in vectors."""
         self.kernel(source, mailbox, source_row_stride, rows).launch(
             grid=(rows, 1, 1),
             block=(self.threads, 1, 1),

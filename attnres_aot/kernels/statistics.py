@@ -70,7 +70,7 @@ class Statistics:
         eps: Float32,
         stream,
     ):
-        """Launches one cluster per row; parameters are `attnres_aot.abi.STATISTICS_PARAMS`, strides in vectors."""
+        """Launches one cluster per row; parameters are `attnres_aot.spec.params.STATISTICS_PARAMS`, strides in vectors."""
         self.kernel(blocks, norm, query, mixture, scal, blocks_row_stride, blocks_block_stride, rows, eps).launch(
             grid=(self.cluster * rows, 1, 1),
             block=(self.threads, 1, 1),

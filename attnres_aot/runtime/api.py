@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnres_aot.advice import build_command
-from attnres_aot.arch import Arch, parse_arch
-from attnres_aot.bundle import Bundle, read_bundle
+from attnres_aot.bundle.reader import Bundle, read_bundle
+from attnres_aot.config.advice import build_command
 from attnres_aot.errors import BundleError, UsageError
-from attnres_aot.runtime.driver import open_driver, refuse_after_fork
-from attnres_aot.runtime.fault import RingFault, read_fault
+from attnres_aot.runtime.cuda.device import TorchDevice, pick_device
+from attnres_aot.runtime.cuda.driver import open_driver, refuse_after_fork
+from attnres_aot.runtime.cuda.fault import RingFault, read_fault
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.torch_device import TorchDevice, pick_device
-from attnres_aot.toolkits import Cuda, parse_cuda
-from attnres_aot.variants import Variant, consumer_key
+from attnres_aot.spec.arch import Arch, parse_arch
+from attnres_aot.spec.toolkits import Cuda, parse_cuda
+from attnres_aot.spec.variants import Variant, consumer_key
 
 if TYPE_CHECKING:
     from attnres_aot.runtime.consumer import Consumer
@@ -58,7 +58,7 @@ def load(
     where = pick_device(device)
     if path is not None or name is not None:
         return _load(path, where, name)
-    from attnres_aot.runtime.places import ENVIRONMENT_VARIABLE
+    from attnres_aot.runtime.find.places import ENVIRONMENT_VARIABLE
 
     key = (os.environ.get(ENVIRONMENT_VARIABLE), where.ordinal)
     with _lock:
@@ -211,7 +211,7 @@ def _load(path: str | os.PathLike[str] | None, device: TorchDevice, name: str | 
     with _no_collection():
         bundle = None if path is None else _read_fitting(path, capability, name, driver.cuda)
         if bundle is None:
-            from attnres_aot.runtime.resolve import find_bundle
+            from attnres_aot.runtime.find.resolve import find_bundle
 
             bundle = find_bundle(path, capability, name=name, driver=driver.cuda)
         return LoadedBundle(bundle, device)

@@ -13,16 +13,16 @@ from typing import Any, NoReturn
 import torch
 
 from attnres_aot.errors import OperandError, UsageError
-from attnres_aot.runtime.binding import Binding, Ring, check_apart, make_ring, make_statistics
-from attnres_aot.runtime.guards import Guard, make_guard
-from attnres_aot.runtime.launch import Launcher
+from attnres_aot.runtime.cuda.device import check_device, stream_handle
+from attnres_aot.runtime.graphs.tracing import dispatch_modes, refuse_recording
+from attnres_aot.runtime.launch.binding import Binding, Ring, check_apart, make_ring, make_statistics
+from attnres_aot.runtime.launch.packed import Launcher
+from attnres_aot.runtime.launch.route import Route
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.operands.guards import Guard, make_guard
+from attnres_aot.runtime.operands.weights import check_eps, check_weights
 from attnres_aot.runtime.pdl import Pdl, check_pdl
-from attnres_aot.runtime.route import Route
-from attnres_aot.runtime.torch_device import check_device, stream_handle
-from attnres_aot.runtime.tracing import dispatch_modes, refuse_recording
-from attnres_aot.runtime.weights import check_eps, check_weights
-from attnres_aot.variants import Variant
+from attnres_aot.spec.variants import Variant
 
 _MAX_CALLS = 4096
 """Addresses with row counts that are remembered; beyond it all are forgotten and made again."""

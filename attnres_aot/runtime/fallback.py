@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from attnres_aot.records import dataclass
-from attnres_aot.runtime.weights import AttnResWeights
-from attnres_aot.variants import Variant
+from attnres_aot.runtime.operands.weights import AttnResWeights
+from attnres_aot.spec.variants import Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,17 +10,17 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from attnres_aot.abi import KERNEL_PARAMS, Param
-from attnres_aot.advice import build_changed
-from attnres_aot.bundle import Bundle
+from attnres_aot.bundle.manifest import Choice, ProducerRecord, VariantRecord
 from attnres_aot.bundle.manifest_check import variant_of
+from attnres_aot.bundle.reader import Bundle
+from attnres_aot.config.advice import build_changed
 from attnres_aot.errors import BundleError, DriverError, UsageError, clip
-from attnres_aot.manifest import Choice, ProducerRecord, VariantRecord
-from attnres_aot.runtime.fault import open_record
-from attnres_aot.runtime.library import LoadedKernel, load_kernel
+from attnres_aot.runtime.cuda.device import TorchDevice
+from attnres_aot.runtime.cuda.fault import open_record
+from attnres_aot.runtime.cuda.modules import LoadedKernel, load_kernel
 from attnres_aot.runtime.miss import producer_miss, variant_miss
-from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.variants import MAX_BLOCKS, PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
+from attnres_aot.spec.params import KERNEL_PARAMS, Param
+from attnres_aot.spec.variants import MAX_BLOCKS, PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
 
 _SHOWN_PROBLEMS = 20
 
@@ -223,7 +223,7 @@ class LoadedBundle:
 
     def _switched_on(self, table: str, limit: int) -> frozenset[int]:
         """Returns the numbers that a table turns on; a table that names any beyond `limit` was not built."""
-        from attnres_aot.tables import scan_table
+        from attnres_aot.spec.tables import scan_table
 
         parsed, problems = scan_table(table)
         spans = parsed.switched_on()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from attnres_aot.advice import build_changed
-from attnres_aot.bundle import Bundle
+from attnres_aot.bundle.manifest import Manifest
 from attnres_aot.bundle.manifest_check import variant_of
+from attnres_aot.bundle.reader import Bundle
+from attnres_aot.config.advice import build_changed
 from attnres_aot.errors import VariantMissError
-from attnres_aot.manifest import Manifest
-from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, Producer, Variant
+from attnres_aot.spec.variants import MAX_BLOCKS, MAX_SLOTS, Producer, Variant
 
 _SHOWN = 5
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from attnres_aot.runtime import ops
-from attnres_aot.runtime.fault import Owner, RingFault, read_fault
-from attnres_aot.runtime.handles import handle_tensor
-from attnres_aot.runtime.launching import LaunchingConsumer
+from attnres_aot.runtime.cuda.fault import Owner, RingFault, read_fault
+from attnres_aot.runtime.graphs import ops
+from attnres_aot.runtime.graphs.handles import handle_tensor
+from attnres_aot.runtime.graphs.tracing import dispatch_modes
+from attnres_aot.runtime.launch.indirect import LaunchingConsumer
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.operands.weights import first_device, read_target
 from attnres_aot.runtime.pdl import Pdl
-from attnres_aot.runtime.tracing import dispatch_modes
-from attnres_aot.runtime.weights import first_device, read_target
-from attnres_aot.variants import KeyLike
+from attnres_aot.spec.variants import KeyLike
 
 if TYPE_CHECKING:
     from typing_extensions import Self

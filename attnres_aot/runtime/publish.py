@@ -6,18 +6,18 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime import producer_ops
-from attnres_aot.runtime.binding import moved_mailbox
-from attnres_aot.runtime.integers import whole
+from attnres_aot.runtime.cuda.device import lasting_byte, open_memory_of
+from attnres_aot.runtime.graphs import producer_ops
+from attnres_aot.runtime.graphs.tracing import dispatch_modes, stand_ins_among
+from attnres_aot.runtime.launch.binding import moved_mailbox
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.mailbox import mailbox_problems
-from attnres_aot.runtime.operands import VECTOR_ELEMS, Expected, View
-from attnres_aot.runtime.overlap import Fixed
+from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View
+from attnres_aot.runtime.operands.integers import whole
+from attnres_aot.runtime.operands.mailbox import mailbox_problems
+from attnres_aot.runtime.operands.overlap import Fixed
+from attnres_aot.runtime.operands.weights import first_device
 from attnres_aot.runtime.producer import PreparedProducer
-from attnres_aot.runtime.torch_device import lasting_byte, open_memory_of
-from attnres_aot.runtime.tracing import dispatch_modes, stand_ins_among
-from attnres_aot.runtime.weights import first_device
-from attnres_aot.variants import PUBLISH, Producer
+from attnres_aot.spec.variants import PUBLISH, Producer
 
 _BF16_BYTES = 2
 

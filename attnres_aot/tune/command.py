@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from attnres_aot import shipped
 from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us
 from attnres_aot.bench.command import describe
 from attnres_aot.bench.gpu import gpu_facts
 from attnres_aot.bench.points import MAX_ROWS, ROWS
 from attnres_aot.bench.results import write_atomically
 from attnres_aot.bench.rig import Rig
-from attnres_aot.config_source import MAX_BYTES, read_source
+from attnres_aot.bundle.manifest import to_json
+from attnres_aot.cli.row_counts import parse_rows
+from attnres_aot.config import shipped
+from attnres_aot.config.source import MAX_BYTES, read_source
 from attnres_aot.errors import UsageError
-from attnres_aot.manifest import to_json
-from attnres_aot.row_counts import parse_rows
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.tune import show
@@ -211,7 +211,7 @@ def check_config(old: str, new: str, decisions: dict[tuple[int, int], Decision],
     """
     if importlib.util.find_spec("yaml") is None:
         return False
-    from attnres_aot.config import parse_config
+    from attnres_aot.config.reader import parse_config
 
     before, after = parse_config(old.encode(), where), parse_config(new.encode(), f"{where} with measured tables")
     pairs = tuple(deployment.pair for deployment in before.deployments)

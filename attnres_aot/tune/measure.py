@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attnres_aot.advice import build_changed
 from attnres_aot.bench.producers import has_statistics_kernel
 from attnres_aot.bench.rig import Job, Rig
+from attnres_aot.config.advice import build_changed
 from attnres_aot.errors import BundleError
 from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.spec.variants import ConsumerKey, Variant
 from attnres_aot.tune.decide import Cell
-from attnres_aot.variants import ConsumerKey, Variant
 
 
 def check_bundle(loaded: LoadedBundle, every_nb: Sequence[int], slots: Sequence[int]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnres_aot.bench.rig import Job, Rig
-from attnres_aot.manifest import Choice
+from attnres_aot.bundle.manifest import Choice
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.variants import Variant, parse_variant
+from attnres_aot.spec.variants import Variant, parse_variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,7 @@ from attnres_aot.binary.kernel_facts import KernelFacts
 from attnres_aot.binary.prove import convergence_problems, flavour_problems, launch_problems
 from attnres_aot.bundle.audit import audit_problems
 from attnres_aot.bundle.folder import Folder, read_at_once
-from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, manifest_problems
-from attnres_aot.bundle.reader import image_bytes, manifest_bytes
-from attnres_aot.errors import BundleError, clip
-from attnres_aot.manifest import (
+from attnres_aot.bundle.manifest import (
     MANIFEST_NAME,
     ImageRecord,
     Manifest,
@@ -25,6 +22,9 @@ from attnres_aot.manifest import (
     dump_manifest,
     parse_manifest,
 )
+from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, manifest_problems
+from attnres_aot.bundle.reader import image_bytes, manifest_bytes
+from attnres_aot.errors import BundleError, clip
 from attnres_aot.verify.manifest_audit import derivation_problems, is_of_this_release, underivable
 
 _SHOWN_CHARS = 500  # of one problem

@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 
-from attnres_aot.abi import KERNEL_PARAMS
-from attnres_aot.arch import parse_arch
-from attnres_aot.build.budgets import budget_for
-from attnres_aot.build.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, build_key
-from attnres_aot.build.sources import combined_digest, sources_digests
+from attnres_aot.builder.budgets import budget_for
+from attnres_aot.builder.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, build_key
+from attnres_aot.builder.sources import combined_digest, sources_digests
+from attnres_aot.bundle.manifest import Choice, Manifest, VariantRecord
 from attnres_aot.bundle.manifest_check import variant_of
-from attnres_aot.compiler import launch_constants
-from attnres_aot.manifest import Choice, Manifest, VariantRecord
-from attnres_aot.variants import choices_for, parse_image
+from attnres_aot.kernels.compile import launch_constants
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.spec.variants import choices_for, parse_image
 
 
 def is_of_this_release(manifest: Manifest) -> bool:

@@ -22,13 +22,13 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / "bundle"), str(Path(__f
 
 from making import CONFIG, MadeBundle, make_bundle  # noqa: E402 - the path is set above
 
-from attnres_aot.bundle import read_bundle  # noqa: E402
+from attnres_aot.bundle.manifest import MAX_MANIFEST_BYTES, seal  # noqa: E402
+from attnres_aot.bundle.reader import read_bundle  # noqa: E402
 from attnres_aot.errors import AttnResError  # noqa: E402
-from attnres_aot.manifest import MAX_MANIFEST_BYTES, seal  # noqa: E402
-from attnres_aot.plan import Selection  # noqa: E402
-from attnres_aot.runtime.places import look_at_bundle, place_at  # noqa: E402
-from attnres_aot.runtime.resolve import Request, resolve  # noqa: E402
-from attnres_aot.verify import verify_bundle  # noqa: E402
+from attnres_aot.plan.plan import Selection  # noqa: E402
+from attnres_aot.runtime.find.places import look_at_bundle, place_at  # noqa: E402
+from attnres_aot.runtime.find.resolve import Request, resolve  # noqa: E402
+from attnres_aot.verify.bundle_check import verify_bundle  # noqa: E402
 
 MAX_ANSWER = 64 << 10
 """Most characters of one answer."""

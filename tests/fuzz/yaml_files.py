@@ -26,11 +26,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnres_aot.arch import Arch
-from attnres_aot.cli import main as run_command
-from attnres_aot.config import parse_config
+from attnres_aot.cli.entry import main as run_command
+from attnres_aot.config.reader import parse_config
 from attnres_aot.errors import ConfigError
-from attnres_aot.plan import plan
+from attnres_aot.plan.plan import plan
+from attnres_aot.spec.arch import Arch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fuzz.yaml_mutations import corpus, make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from attnres_aot.shipped import names, path_of
+from attnres_aot.config.shipped import names, path_of
 
 SMALL = b"""\
 name: small

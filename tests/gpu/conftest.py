@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot import selftest
-from attnres_aot.checking import report
-from attnres_aot.checking.cases import ROW_COUNTS, draw_banks
-from attnres_aot.checking.loaded import LoadedConsumer
-from attnres_aot.checking.producers import bundle_producers
-from attnres_aot.checking.suite import DeviceLostError, bundle_variants
 from attnres_aot.errors import AttnResError, BundleError
-from attnres_aot.variants import Variant
+from attnres_aot.selftest import command as selftest
+from attnres_aot.selftest import report
+from attnres_aot.selftest.cases import ROW_COUNTS, draw_banks
+from attnres_aot.selftest.loaded import LoadedConsumer
+from attnres_aot.selftest.producers import bundle_producers
+from attnres_aot.selftest.suite import DeviceLostError, bundle_variants
+from attnres_aot.spec.variants import Variant
 
 # Streams that wait for each other must not share a hardware queue; CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -16,14 +16,15 @@ from types import SimpleNamespace
 import torch
 
 import attnres_aot
-from attnres_aot import PreparedAttnRes, PreparedPublish, PreparedStatistics, new_mailbox, reference
-from attnres_aot.checking.arena import DENSE
-from attnres_aot.checking.cases import Case, Prepared, draw_banks, prepare, refill
-from attnres_aot.checking.check import judge
-from attnres_aot.checking.loaded import LoadedConsumer
-from attnres_aot.checking.suite import bundle_variants, wait
+from attnres_aot import PreparedAttnRes, PreparedPublish, PreparedStatistics, new_mailbox
 from attnres_aot.errors import DriverError
-from attnres_aot.variants import Variant
+from attnres_aot.selftest import reference
+from attnres_aot.selftest.arena import DENSE
+from attnres_aot.selftest.cases import Case, Prepared, draw_banks, prepare, refill
+from attnres_aot.selftest.check import judge
+from attnres_aot.selftest.loaded import LoadedConsumer
+from attnres_aot.selftest.suite import bundle_variants, wait
+from attnres_aot.spec.variants import Variant
 
 EPS, OUT_EPS = 1e-5, 1e-6
 ROWS = 3

@@ -11,7 +11,7 @@ import torch
 
 import attnres_aot
 from attnres_aot import OperandError, PreparedAttnRes, PreparedPublish, Variant
-from attnres_aot.checking.suite import bundle_variants
+from attnres_aot.selftest.suite import bundle_variants
 
 ROWS = 4
 

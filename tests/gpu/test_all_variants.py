@@ -1,7 +1,7 @@
 """Every variant of the bundle against the fp64 reference."""
 
-from attnres_aot.checking.cases import ROW_COUNTS
-from attnres_aot.checking.suite import DeviceLostError, bundle_variants, check_variant, lost
+from attnres_aot.selftest.cases import ROW_COUNTS
+from attnres_aot.selftest.suite import DeviceLostError, bundle_variants, check_variant, lost
 
 
 def test_variant(variant, consumer, banks, ledger):

@@ -85,7 +85,7 @@ def test_opcheck(condition, choose, make):
 
 def test_compiled_ring_gives_the_same_bits(choose, consumer, seed):
     """A compiled consumer takes a published mailbox and arms it, like an eager one."""
-    from attnres_aot import reference
+    from attnres_aot.selftest import reference
 
     variant = choose(lambda v: v.slots > 1 and not v.stats and not v.aux and v.key.has_delta and v.key.write is None)
     hidden, device = consumer.bundle.manifest.model.hidden, consumer.device

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot import reference
-from attnres_aot.checking.arena import DENSE, PADDED
-from attnres_aot.checking.cases import Case, draw_banks, prepare, refill
-from attnres_aot.checking.check import judge
-from attnres_aot.checking.inputs import FAMILIES
-from attnres_aot.checking.loaded import LoadedConsumer
-from attnres_aot.checking.suite import wait
-from attnres_aot.reference import Operands
+from attnres_aot.selftest import reference
+from attnres_aot.selftest.arena import DENSE, PADDED
+from attnres_aot.selftest.cases import Case, draw_banks, prepare, refill
+from attnres_aot.selftest.check import judge
+from attnres_aot.selftest.inputs import FAMILIES
+from attnres_aot.selftest.loaded import LoadedConsumer
+from attnres_aot.selftest.reference import Operands
+from attnres_aot.selftest.suite import wait
 
 ROOT = Path(__file__).parents[2]
 SLEEP_CYCLES = 20_000_000
@@ -297,11 +297,11 @@ def test_dependent_launches_in_a_correct_chain(captured, choose, consumer, banks
 
 FORK = """
 import os, sys, torch
-from attnres_aot.checking.cases import Case, draw_banks, prepare
-from attnres_aot.checking.arena import DENSE
-from attnres_aot.checking.loaded import LoadedConsumer
+from attnres_aot.selftest.cases import Case, draw_banks, prepare
+from attnres_aot.selftest.arena import DENSE
+from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.errors import AttnResError
-from attnres_aot.variants import parse_variant
+from attnres_aot.spec.variants import parse_variant
 
 consumer = LoadedConsumer.open(None)
 banks = draw_banks(consumer.bundle.manifest.model.hidden, 64, 1, consumer.device)

@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot import (
-    ConsumerKey,
-    OperandError,
-    PreparedAttnRes,
-    PreparedPublish,
-    PreparedStatistics,
-    new_mailbox,
-    reference,
-)
+from attnres_aot import ConsumerKey, OperandError, PreparedAttnRes, PreparedPublish, PreparedStatistics, new_mailbox
+from attnres_aot.selftest import reference
 
 ROOT = Path(__file__).parents[2]
 ROWS = 4

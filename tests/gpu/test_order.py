@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attnres_aot import PreparedAttnRes, PreparedStatistics, arm, new_mailbox
-from attnres_aot.reference import is_armed
-from attnres_aot.variants import STATISTICS, parse_producer
+from attnres_aot.selftest.reference import is_armed
+from attnres_aot.spec.variants import STATISTICS, parse_producer
 
 ROUNDS = 1000
 ROWS = 4

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from attnres_aot import PreparedAttnRes, PreparedPublish, PreparedStatistics, new_mailbox, reference
-from attnres_aot.checking.arena import BLOCK_MAJOR, DENSE, PADDED
-from attnres_aot.checking.cases import ROW_COUNTS, STARTS, Case, prepare, refill
-from attnres_aot.checking.check import judge
-from attnres_aot.checking.producers import bundle_producers, check_producer
-from attnres_aot.checking.suite import bundle_variants, wait
-from attnres_aot.variants import ConsumerKey, Variant
+from attnres_aot import PreparedAttnRes, PreparedPublish, PreparedStatistics, new_mailbox
+from attnres_aot.selftest import reference
+from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED
+from attnres_aot.selftest.cases import ROW_COUNTS, STARTS, Case, prepare, refill
+from attnres_aot.selftest.check import judge
+from attnres_aot.selftest.producers import bundle_producers, check_producer
+from attnres_aot.selftest.suite import bundle_variants, wait
+from attnres_aot.spec.variants import ConsumerKey, Variant
 
 EPS = 1e-5
 CHAIN = 40

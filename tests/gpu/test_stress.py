@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot import PreparedAttnRes, PreparedPublish, reference
-from attnres_aot.checking.arena import DENSE
-from attnres_aot.checking.cases import Case, prepare, refill
-from attnres_aot.checking.check import judge
-from attnres_aot.checking.inputs import FAMILIES
-from attnres_aot.checking.ranks import publish_words
-from attnres_aot.checking.soak import Soak
-from attnres_aot.checking.suite import bundle_variants, image_variants, wait
-from attnres_aot.variants import Variant
+from attnres_aot import PreparedAttnRes, PreparedPublish
+from attnres_aot.selftest import reference
+from attnres_aot.selftest.arena import DENSE
+from attnres_aot.selftest.cases import Case, prepare, refill
+from attnres_aot.selftest.check import judge
+from attnres_aot.selftest.inputs import FAMILIES
+from attnres_aot.selftest.ranks import publish_words
+from attnres_aot.selftest.soak import Soak
+from attnres_aot.selftest.suite import bundle_variants, image_variants, wait
+from attnres_aot.spec.variants import Variant
 
 ROOT = Path(__file__).parents[2]
 ROW_COUNTS = (1, 2, 3, 7, 16, 33, 64)
@@ -148,11 +149,11 @@ RINGS = {
 GIVE_UP = """
 import json, os, sys, time, torch
 import attnres_aot
-from attnres_aot import reference
-from attnres_aot.checking.arena import DENSE
-from attnres_aot.checking.cases import Case, draw_banks, prepare
-from attnres_aot.checking.loaded import LoadedConsumer
-from attnres_aot.variants import parse_variant
+from attnres_aot.selftest import reference
+from attnres_aot.selftest.arena import DENSE
+from attnres_aot.selftest.cases import Case, draw_banks, prepare
+from attnres_aot.selftest.loaded import LoadedConsumer
+from attnres_aot.spec.variants import parse_variant
 
 bundle, name, budget, row, slot, column = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 consumer = LoadedConsumer.open(bundle)

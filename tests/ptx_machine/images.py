@@ -1,4 +1,4 @@
-"""Compiled images as a consumer and a producer for `attnres_aot.checking`: its cases, judged as on a GPU."""
+"""Compiled images as a consumer and a producer for `attnres_aot.selftest`: its cases, judged as on a GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnres_aot import reference
-from attnres_aot.abi import KERNEL_PARAMS
-from attnres_aot.checking.arena import Memory, Views
-from attnres_aot.checking.cases import Case
-from attnres_aot.checking.producers import ProducerCase
-from attnres_aot.variants import ConsumerSpec, ImageSpec, Variant, producer_spec_for
+from attnres_aot.selftest import reference
+from attnres_aot.selftest.arena import Memory, Views
+from attnres_aot.selftest.cases import Case
+from attnres_aot.selftest.producers import ProducerCase
+from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.spec.variants import ConsumerSpec, ImageSpec, Variant, producer_spec_for
 from ptx_machine.machine import Launch
 from ptx_machine.memory import GlobalMemory, Segment
 from ptx_machine.program import Program, PtxError
@@ -28,8 +28,9 @@ from ptx_machine.schedule import World, run
 ROOT = Path(__file__).parents[2]
 _COMPILE = """
 import json, sys
-from attnres_aot import compiler, variants
-from attnres_aot.arch import parse_arch
+from attnres_aot.kernels import compile as compiler
+from attnres_aot.spec import variants
+from attnres_aot.spec.arch import parse_arch
 arch, specs = json.load(sys.stdin)
 arch = parse_arch(arch)
 compiler.prepare_environment(arch)

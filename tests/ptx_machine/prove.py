@@ -23,15 +23,15 @@ if __name__ == "__main__":
 
 import torch
 
-from attnres_aot.arch import parse_arch
-from attnres_aot.checking.cases import Banks, cases_for, draw_banks
-from attnres_aot.checking.inputs import FAMILIES
-from attnres_aot.checking.producers import check_producer
-from attnres_aot.checking.suite import check_case
-from attnres_aot.config import load_config
+from attnres_aot.config.reader import load_config
 from attnres_aot.errors import AttnResError
-from attnres_aot.plan import Plan, plan
-from attnres_aot.variants import ConsumerSpec, ImageSpec, Producer, Variant
+from attnres_aot.plan.plan import Plan, plan
+from attnres_aot.selftest.cases import Banks, cases_for, draw_banks
+from attnres_aot.selftest.inputs import FAMILIES
+from attnres_aot.selftest.producers import check_producer
+from attnres_aot.selftest.suite import check_case
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.variants import ConsumerSpec, ImageSpec, Producer, Variant
 from ptx_machine.images import CompiledImages, compile_ptx
 from ptx_machine.program import PtxError, body_of, parse
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
-from attnres_aot import device_cli
 from attnres_aot._version import __version__
-from attnres_aot.cli import BUILDER_COMMANDS, main
+from attnres_aot.cli import device_cli
+from attnres_aot.cli.entry import BUILDER_COMMANDS, main
 from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,9 @@ def test_deployment_commands_get_their_arguments_untouched(monkeypatch):
 
 def run_bare(*arguments):
     """Runs the command line in an interpreter that cannot import click."""
-    program = "import sys; sys.modules['click'] = None; from attnres_aot.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = (
+        "import sys; sys.modules['click'] = None; from attnres_aot.cli.entry import main; sys.exit(main(sys.argv[1:]))"
+    )
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.arch import parse_arch
-from attnres_aot.cli import main
+from attnres_aot.cli.entry import main
 from attnres_aot.cli.plan_rows import sources
 from attnres_aot.cli.wording import ranges
-from attnres_aot.config import DEFAULT_CONFIG, load_config
-from attnres_aot.plan import Selection, plan
+from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
+from attnres_aot.plan.plan import Selection, plan
+from attnres_aot.spec.arch import parse_arch
 
 SM_100 = parse_arch("sm_100")
 ALL = Path(__file__).parents[2] / "configs" / "kimi_k3_all.yaml"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.config import DEFAULT_CONFIG, load_config, parse_config
 from attnres_aot.config.problems import MOST_REPORTED
+from attnres_aot.config.reader import DEFAULT_CONFIG, load_config, parse_config
 from attnres_aot.errors import ConfigError
-from attnres_aot.settings import Config, Mailbox, Options
-from attnres_aot.variants import MAX_BLOCKS, MAX_DEPLOYMENTS
+from attnres_aot.plan.settings import Config, Mailbox, Options
+from attnres_aot.spec.variants import MAX_BLOCKS, MAX_DEPLOYMENTS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOOD = """\
@@ -86,7 +86,7 @@ def test_the_configuration_of_everything_differs_in_name_and_tables_only():
 
 def test_top_level_configuration_is_the_shipped_one():
     top = CONFIGS / "kimi_k3.yaml"
-    assert str(top.readlink()) == "../attnres_aot/configs/kimi_k3.yaml"
+    assert str(top.readlink()) == "../attnres_aot/config/kimi_k3.yaml"
     assert top.resolve() == DEFAULT_CONFIG.resolve()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from attnres_aot import input_file
-from attnres_aot.cli import main
-from attnres_aot.config import DEFAULT_CONFIG
-from attnres_aot.config_source import MAX_BYTES, read_source
+from attnres_aot.cli.entry import main
+from attnres_aot.config.reader import DEFAULT_CONFIG
+from attnres_aot.config.source import MAX_BYTES, read_source
 from attnres_aot.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from attnres_aot import device_cli
+from attnres_aot.cli import device_cli
 from attnres_aot.errors import BundleError, ConfigError, OperandError, UsageError
 
 
@@ -144,7 +144,7 @@ def test_every_command_has_a_module_with_the_two_functions() -> None:
 def test_doctor_needs_only_the_standard_library() -> None:
     program = (
         "import sys; before = set(sys.modules)\n"
-        "from attnres_aot.device_cli import main\n"
+        "from attnres_aot.cli.device_cli import main\n"
         "main(['doctor'])\n"
         "names = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print('foreign:', sorted(names - sys.stdlib_module_names - {'attnres_aot'}))\n"
@@ -154,7 +154,7 @@ def test_doctor_needs_only_the_standard_library() -> None:
 
 
 def test_a_reader_that_leaves_early_causes_no_noise() -> None:
-    program = "import sys; from attnres_aot.device_cli import main; sys.exit(main(['doctor', '--json']))"
+    program = "import sys; from attnres_aot.cli.device_cli import main; sys.exit(main(['doctor', '--json']))"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:

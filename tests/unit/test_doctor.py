@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.manifest import SCHEMA
-from attnres_aot.runtime import doctor
-from attnres_aot.runtime.doctor import Facts, diagnose, report_lines
-from attnres_aot.runtime.driver import FUNCTIONS
-from attnres_aot.runtime.machine import Driver, Gpu, Machine, Torch, gather_driver, gather_machine, gather_torch
-from attnres_aot.runtime.places import Candidate, Place
-from attnres_aot.runtime.resolve import Request, resolve
+from attnres_aot.bundle.manifest import SCHEMA
+from attnres_aot.doctor import doctor
+from attnres_aot.doctor.doctor import Facts, diagnose, report_lines
+from attnres_aot.doctor.machine import Driver, Gpu, Machine, Torch, gather_driver, gather_machine, gather_torch
+from attnres_aot.runtime.cuda.driver import FUNCTIONS
+from attnres_aot.runtime.find.places import Candidate, Place
+from attnres_aot.runtime.find.resolve import Request, resolve
 
 H200 = Gpu(index=0, name="NVIDIA H200", capability=(9, 0))
 HEALTHY = Machine(

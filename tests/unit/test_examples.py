@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from attnres_aot.arch import BUILDABLE, choices, parse_buildable_arch
 from attnres_aot.bench.points import match_variants
-from attnres_aot.cli import BUILDER_COMMANDS
-from attnres_aot.config import DEFAULT_CONFIG, load_config
+from attnres_aot.cli.entry import BUILDER_COMMANDS
+from attnres_aot.cli.row_counts import parse_rows
+from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 from attnres_aot.errors import UsageError
-from attnres_aot.plan import Selection, plan
-from attnres_aot.row_counts import parse_rows
-from attnres_aot.tables import parse_table, scan_table
-from attnres_aot.variants import parse_producer, parse_variant
+from attnres_aot.plan.plan import Selection, plan
+from attnres_aot.spec.arch import BUILDABLE, choices, parse_buildable_arch
+from attnres_aot.spec.tables import parse_table, scan_table
+from attnres_aot.spec.variants import parse_producer, parse_variant
 
 
 def refusal(call, *arguments) -> str:
@@ -65,7 +65,7 @@ def help_texts():
     for name in BUILDER_COMMANDS:
         command = importlib.import_module(f"attnres_aot.cli.{name}_command").command
         yield from (parameter.help for parameter in command.params if isinstance(parameter, click.Option))
-    for module in ("attnres_aot.selftest", "attnres_aot.bench.command", "attnres_aot.runtime.doctor"):
+    for module in ("attnres_aot.selftest.command", "attnres_aot.bench.command", "attnres_aot.doctor.doctor"):
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
         yield from (action.help for action in parser._actions)

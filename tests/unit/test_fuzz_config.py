@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.arch import BUILDABLE
-from attnres_aot.variants import MAX_BLOCKS
+from attnres_aot.spec.arch import BUILDABLE
+from attnres_aot.spec.variants import MAX_BLOCKS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -114,7 +114,7 @@ def test_a_file_can_be_had_again_by_its_number():
 PLAN = """
 import resource, sys
 from pathlib import Path
-from attnres_aot.cli import main
+from attnres_aot.cli.entry import main
 code = main(["plan", "--json", *sys.argv[1:]])
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(code, resource.getrusage(resource.RUSAGE_SELF).ru_utime, peak.split()[1], file=sys.stderr)

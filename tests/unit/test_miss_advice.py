@@ -7,12 +7,12 @@ import re
 import pytest
 import yaml
 
-from attnres_aot import advice, shipped
-from attnres_aot.arch import Arch
-from attnres_aot.config import load_config, parse_config
-from attnres_aot.plan import plan
+from attnres_aot.config import advice, shipped
+from attnres_aot.config.reader import load_config, parse_config
+from attnres_aot.plan.plan import plan
 from attnres_aot.runtime.miss import _beyond, _remedy, _statistics
-from attnres_aot.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerKey, Variant
+from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerKey, Variant
 
 SM90 = Arch(9, 0)
 ALL = plan(load_config(shipped.path_of("kimi_k3_all")), SM90)

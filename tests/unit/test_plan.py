@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.arch import parse_arch
-from attnres_aot.config import load_config
+from attnres_aot.config.reader import load_config
 from attnres_aot.errors import UsageError
-from attnres_aot.plan import Position, Selection, consumers, plan
-from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
-from attnres_aot.tables import parse_table
-from attnres_aot.variants import ConsumerKey, parse_producer, parse_variant
+from attnres_aot.plan.plan import Position, Selection, consumers, plan
+from attnres_aot.plan.settings import Config, Deployment, Mailbox, Model, Options
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.tables import parse_table
+from attnres_aot.spec.variants import ConsumerKey, parse_producer, parse_variant
 
 SM_100 = parse_arch("sm_100")
 ALL = Path(__file__).parents[2] / "configs" / "kimi_k3_all.yaml"

@@ -13,11 +13,11 @@ import click
 import pytest
 
 import attnres_aot
-from attnres_aot import device_cli
-from attnres_aot.arch import BUILDABLE
-from attnres_aot.cli import BUILDER_COMMANDS, main
-from attnres_aot.config import DEFAULT_CONFIG, parse_config
-from attnres_aot.plan import plan
+from attnres_aot.cli import device_cli
+from attnres_aot.cli.entry import BUILDER_COMMANDS, main
+from attnres_aot.config.reader import DEFAULT_CONFIG, parse_config
+from attnres_aot.plan.plan import plan
+from attnres_aot.spec.arch import BUILDABLE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attnres_aot.manifest import SCHEMA
-from attnres_aot.runtime.device_archs import arch_to_build, fitting_archs
-from attnres_aot.runtime.places import Candidate, Place
-from attnres_aot.runtime.resolve import Request, judge, resolve
+from attnres_aot.bundle.manifest import SCHEMA
+from attnres_aot.runtime.find.archs import arch_to_build, fitting_archs
+from attnres_aot.runtime.find.places import Candidate, Place
+from attnres_aot.runtime.find.resolve import Request, judge, resolve
 
 
 def candidate(path: str, arch: str = "sm_90", **changes: object) -> Candidate:

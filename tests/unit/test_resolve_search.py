@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.abi import CONSUMER_PARAMS
-from attnres_aot.errors import BundleError
-from attnres_aot.manifest import (
+from attnres_aot.bundle.manifest import (
     SCHEMA,
     ArchRecord,
     BudgetRecord,
@@ -28,11 +26,14 @@ from attnres_aot.manifest import (
     dump_manifest,
     seal,
 )
-from attnres_aot.runtime import doctor, resolve
-from attnres_aot.runtime.machine import Driver, Gpu
-from attnres_aot.runtime.places import search_order
-from attnres_aot.runtime.resolve import find_bundle
-from attnres_aot.variants import kernel_symbol
+from attnres_aot.doctor import doctor
+from attnres_aot.doctor.machine import Driver, Gpu
+from attnres_aot.errors import BundleError
+from attnres_aot.runtime.find import resolve
+from attnres_aot.runtime.find.places import search_order
+from attnres_aot.runtime.find.resolve import find_bundle
+from attnres_aot.spec.params import CONSUMER_PARAMS
+from attnres_aot.spec.variants import kernel_symbol
 
 HOPPER = (9, 0)
 CODE = b"\x7fELF stands for a cubin"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import shipped
-from attnres_aot.cli import main
-from attnres_aot.config import DEFAULT_CONFIG, load_config
+from attnres_aot.cli.entry import main
+from attnres_aot.config import shipped
+from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 
 
 def test_the_default_is_printed_to_the_last_byte(capfd):
@@ -57,7 +57,7 @@ def test_an_unknown_name_lists_those_there_are(name, capsys):
 
 def test_it_works_without_the_build_tools():
     program = "import sys; sys.modules['click'] = sys.modules['yaml'] = sys.modules['torch'] = None\n"
-    program += "from attnres_aot.cli import main; sys.exit(main(['config']))"
+    program += "from attnres_aot.cli.entry import main; sys.exit(main(['config']))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, DEFAULT_CONFIG.read_text())
 

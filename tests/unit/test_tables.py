@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnres_aot.errors import UsageError
-from attnres_aot.tables import BatchTable, Span, overlaps, parse_table, scan_table
+from attnres_aot.spec.tables import BatchTable, Span, overlaps, parse_table, scan_table
 
 
 @dataclass(frozen=True)

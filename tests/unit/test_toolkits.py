@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from attnres_aot.arch import BUILDABLE, parse_arch
 from attnres_aot.errors import UsageError
-from attnres_aot.runtime.driver import MIN_CUDA, MIN_DRIVER
-from attnres_aot.toolkits import (
+from attnres_aot.runtime.cuda.driver import MIN_CUDA, MIN_DRIVER
+from attnres_aot.spec.arch import BUILDABLE, parse_arch
+from attnres_aot.spec.toolkits import (
     DRIVER_RELEASES,
     FLAVOURS,
     cuda_text,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnres_aot.manifest import (
+from attnres_aot.bundle.manifest import (
     SCHEMA,
     ArchRecord,
     Choice,
@@ -15,7 +15,7 @@ from attnres_aot.manifest import (
     TableRecord,
     VariantRecord,
 )
-from attnres_aot.variants import Variant, parse_producer, parse_variant
+from attnres_aot.spec.variants import Variant, parse_producer, parse_variant
 
 PAIRS = ((8, 1), (16, 1))
 

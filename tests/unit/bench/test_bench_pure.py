@@ -32,9 +32,9 @@ from attnres_aot.bench.results import (
 )
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.bench.traffic import consumer_traffic, copy_traffic, statistics_traffic
+from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.errors import DriverError, UsageError
-from attnres_aot.row_counts import parse_rows
-from attnres_aot.variants import parse_variant
+from attnres_aot.spec.variants import parse_variant
 
 K3 = (
     "nb0-write0", "nb1-delta", "nb4-delta", "nb8-delta", "nb7-delta-write7", "nb8-delta-final", "nb1-delta-stats",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from attnres_aot.bench.results import Setting
-from attnres_aot.config import DEFAULT_CONFIG, parse_config
+from attnres_aot.bundle.manifest import Choice
+from attnres_aot.config.reader import DEFAULT_CONFIG, parse_config
 from attnres_aot.errors import ConfigError, UsageError
-from attnres_aot.manifest import Choice
-from attnres_aot.tables import parse_table
+from attnres_aot.spec.tables import parse_table
 from attnres_aot.tune import show
 from attnres_aot.tune.command import check_config
 from attnres_aot.tune.decide import AFTER, EXPOSED, MARGIN, READY, RULES, Cell, Decision, decide, spans

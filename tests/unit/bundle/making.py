@@ -10,18 +10,18 @@ from typing import Any
 
 from renaming import rename_kernel
 
-from attnres_aot.abi import KERNEL_PARAMS
-from attnres_aot.arch import parse_arch
-from attnres_aot.build.assemble import assemble, prove_record
-from attnres_aot.build.image import FinishedImage
-from attnres_aot.build.keys import BuildFacts, wanted_images
-from attnres_aot.build.sources import sources_digests
+from attnres_aot.builder.assemble import assemble, prove_record
+from attnres_aot.builder.image import FinishedImage
+from attnres_aot.builder.keys import BuildFacts, wanted_images
+from attnres_aot.builder.sources import sources_digests
+from attnres_aot.bundle.manifest import MANIFEST_NAME, seal
 from attnres_aot.bundle.writer import hold_target, write_bundle
-from attnres_aot.manifest import MANIFEST_NAME, seal
-from attnres_aot.plan import EVERYTHING, Selection, plan
-from attnres_aot.settings import Config, Deployment, Mailbox, Model, Options
-from attnres_aot.tables import parse_table
-from attnres_aot.variants import kernel_symbol
+from attnres_aot.plan.plan import EVERYTHING, Selection, plan
+from attnres_aot.plan.settings import Config, Deployment, Mailbox, Model, Options
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.spec.tables import parse_table
+from attnres_aot.spec.variants import kernel_symbol
 
 CUBINS = Path(__file__).parents[2] / "data" / "cubins"
 

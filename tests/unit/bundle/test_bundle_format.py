@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import abi, manifest, variants
-from attnres_aot.bundle import limits, names
+from attnres_aot.bundle import limits, manifest, names
+from attnres_aot.spec import params as abi
+from attnres_aot.spec import variants
 
 PAGE = (Path(__file__).parents[3] / "docs" / "bundle_format.md").read_text()
 SCALARS = {str: "string", int: "integer", bool: "boolean", type(None): "null"}

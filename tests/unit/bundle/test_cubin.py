@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.binary.cubin import MAX_CUBIN_BYTES, read_cubin
 from attnres_aot.binary.elf_image import MAX_NAME_BYTES, MAX_SYMBOLS, _name, _symbols, open_elf
 from attnres_aot.binary.kernel_facts import MAX_KERNELS, read_kernels
 from attnres_aot.errors import BundleError
+from attnres_aot.spec.params import CONSUMER_PARAMS
 
 ALL_CONSUMERS = [
     *(

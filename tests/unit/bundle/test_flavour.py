@@ -8,10 +8,10 @@ import pytest
 
 from attnres_aot.binary.cubin import read_cubin
 from attnres_aot.binary.prove import flavour_problems
+from attnres_aot.bundle.manifest import load_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
-from attnres_aot.cli import main
-from attnres_aot.manifest import load_manifest
-from attnres_aot.verify import verify_bundle
+from attnres_aot.cli.entry import main
+from attnres_aot.verify.bundle_check import verify_bundle
 
 
 @pytest.mark.parametrize(

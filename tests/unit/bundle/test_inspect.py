@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.binary.disassembler import disassemble, find_disassembler
-from attnres_aot.cli import main
+from attnres_aot.cli.entry import main
 from attnres_aot.errors import AttnResError
+from attnres_aot.spec.params import CONSUMER_PARAMS
 
 
 def sizes(bundle) -> dict[str, int]:

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import device_cli
-from attnres_aot.cli import BUILDER_COMMANDS, main
-from attnres_aot.config import DEFAULT_CONFIG, load_config
-from attnres_aot.device_cli import COMMANDS
+from attnres_aot.cli import device_cli
+from attnres_aot.cli.device_cli import COMMANDS
+from attnres_aot.cli.entry import BUILDER_COMMANDS, main
+from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "attnres_aot"
@@ -132,7 +132,13 @@ INLINE_NAMES = re.compile(rf"attnres-aot (?:{NAMES})")
 
 def test_commands_are_found():
     where = {each.where.split(":")[0] for each in COMMANDS_PRINTED}
-    assert {"attnres_aot/advice.py", "attnres_aot/plan.py", "README.md", "stress.md", "benchmarks.md"} <= where
+    assert {
+        "attnres_aot/config/advice.py",
+        "attnres_aot/plan/plan.py",
+        "README.md",
+        "stress.md",
+        "benchmarks.md",
+    } <= where
     assert len(COMMANDS_PRINTED) > 40
 
 

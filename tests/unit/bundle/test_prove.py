@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from attnres_aot.abi import CONSUMER_PARAMS, lay_out
-from attnres_aot.arch import Arch
 from attnres_aot.binary.elf_image import open_elf
 from attnres_aot.binary.prove import ImageFacts, prove_image
+from attnres_aot.bundle.manifest import BudgetRecord
 from attnres_aot.errors import CompileError
-from attnres_aot.manifest import BudgetRecord
+from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.params import CONSUMER_PARAMS, lay_out
 
 CRITICAL = 16
 """Instructions of the cubin's kernel up to its exit: it does not wait."""

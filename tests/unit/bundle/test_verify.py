@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from renaming import rename_kernel
 
-from attnres_aot.abi import CONSUMER_PARAMS
 from attnres_aot.bundle import swap
-from attnres_aot.cli import main
-from attnres_aot.manifest import MANIFEST_NAME
-from attnres_aot.verify import verify_bundle
+from attnres_aot.bundle.manifest import MANIFEST_NAME
+from attnres_aot.cli.entry import main
+from attnres_aot.spec.params import CONSUMER_PARAMS
+from attnres_aot.verify.bundle_check import verify_bundle
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f", "sm_103", "sm_120a"])

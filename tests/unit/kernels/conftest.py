@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot.checking.cases import draw_banks
+from attnres_aot.selftest.cases import draw_banks
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -11,12 +11,12 @@ from ptx_machine.machine import DeadlockError
 from ptx_machine.program import PtxError, body_of, parse
 from ptx_machine.prove import ARCHES, Job, check, jobs, planned
 
-from attnres_aot.checking.arena import DENSE, PADDED
-from attnres_aot.checking.cases import Case, draw_banks
-from attnres_aot.checking.far_shares import far_banks, far_case
-from attnres_aot.checking.inputs import FAMILIES
-from attnres_aot.checking.suite import check_case
-from attnres_aot.variants import choices_for, parse_producer, parse_variant, producer_spec_for
+from attnres_aot.selftest.arena import DENSE, PADDED
+from attnres_aot.selftest.cases import Case, draw_banks
+from attnres_aot.selftest.far_shares import far_banks, far_case
+from attnres_aot.selftest.inputs import FAMILIES
+from attnres_aot.selftest.suite import check_case
+from attnres_aot.spec.variants import choices_for, parse_producer, parse_variant, producer_spec_for
 
 NAMES = [
     "h7168-nb0",

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from attnres_aot.arch import BUILDABLE
 from attnres_aot.binary.cubin import read_cubin
 from attnres_aot.binary.elf_image import open_elf
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.spec.arch import BUILDABLE
+from attnres_aot.spec.variants import ConsumerSpec
 
 NO_BLOCKS_READ = ConsumerSpec(hidden=7168, nb=None, has_delta=True, final=False, slots=8)
 SPECS = [
@@ -23,9 +23,9 @@ SPECS = [
 ARCHES = [str(arch) for arch in BUILDABLE if not arch.suffix]
 COMPILE = """
 import base64, json, sys
-from attnres_aot import compiler
-from attnres_aot.arch import parse_arch
-from attnres_aot.variants import ConsumerSpec
+from attnres_aot.kernels import compile as compiler
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.variants import ConsumerSpec
 arch, specs = json.load(sys.stdin)
 compiler.prepare_environment(parse_arch(arch))
 cubins = [compiler.compile_image(ConsumerSpec(**fields), parse_arch(arch)).cubin for fields in specs]

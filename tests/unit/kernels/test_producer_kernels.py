@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.compiler import launch_constants
-from attnres_aot.variants import PublishSpec
+from attnres_aot.kernels.compile import launch_constants
+from attnres_aot.spec.variants import PublishSpec
 
 ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import json, sys
-from attnres_aot import compiler
-from attnres_aot.arch import parse_arch
-from attnres_aot.variants import PublishSpec, StatisticsSpec
+from attnres_aot.kernels import compile as compiler
+from attnres_aot.spec.arch import parse_arch
+from attnres_aot.spec.variants import PublishSpec, StatisticsSpec
 arch = parse_arch("sm_90")
 compiler.prepare_environment(arch)
 specs = {"statistics": StatisticsSpec(hidden=2048, nb=3), "publish": PublishSpec(hidden=2048)}

@@ -18,11 +18,11 @@ TIGHT = {
 }
 PROGRAM = """
 import json, sys
-from attnres_aot import compiler
-from attnres_aot.arch import parse_arch
+from attnres_aot.kernels import compile as compiler
+from attnres_aot.spec.arch import parse_arch
 from attnres_aot.binary.cubin import read_cubin
-from attnres_aot.build.budgets import budget_for
-from attnres_aot.variants import parse_image
+from attnres_aot.builder.budgets import budget_for
+from attnres_aot.spec.variants import parse_image
 arch, *names = sys.argv[1:]
 arch = parse_arch(arch)
 compiler.prepare_environment(arch)

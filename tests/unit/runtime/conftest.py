@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot.abi import CONSUMER_PARAMS, KERNEL_PARAMS, Param
-from attnres_aot.manifest import (
+from attnres_aot.bundle.manifest import (
     SCHEMA,
     ArchRecord,
     BudgetRecord,
@@ -30,10 +29,14 @@ from attnres_aot.manifest import (
     VariantRecord,
     dump_manifest,
 )
-from attnres_aot.runtime import api, driver, fault, library, torch_device
+from attnres_aot.runtime import api
+from attnres_aot.runtime.cuda import device as torch_device
+from attnres_aot.runtime.cuda import driver, fault
+from attnres_aot.runtime.cuda import modules as library
+from attnres_aot.runtime.cuda.device import TorchDevice
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.torch_device import TorchDevice
-from attnres_aot.variants import (
+from attnres_aot.spec.params import CONSUMER_PARAMS, KERNEL_PARAMS, Param
+from attnres_aot.spec.variants import (
     ConsumerKey,
     Producer,
     Variant,

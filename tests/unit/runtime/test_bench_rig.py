@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot import device_cli
 from attnres_aot.bench import command, host, measure, soak
 from attnres_aot.bench.bare import Shape, bare_launch
 from attnres_aot.bench.clock import Call
@@ -22,11 +21,12 @@ from attnres_aot.bench.gpu import GpuFacts, host_bytes
 from attnres_aot.bench.points import Selection
 from attnres_aot.bench.results import COLD, WARM
 from attnres_aot.bench.rig import EPS, Job, Rig, Sets, traffic
+from attnres_aot.cli import device_cli
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime import api
-from attnres_aot.runtime.driver import open_driver
+from attnres_aot.runtime.cuda.driver import open_driver
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.variants import parse_variant
+from attnres_aot.spec.variants import parse_variant
 
 HIDDEN = 1024
 L2_BYTES = 1 << 20

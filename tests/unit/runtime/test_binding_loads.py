@@ -12,9 +12,12 @@ import torch
 
 import attnres_aot
 from attnres_aot import ConsumerKey, PreparedAttnRes, PreparedPublish, PreparedStatistics
+from attnres_aot.bundle.manifest import Choice
 from attnres_aot.errors import DriverError
-from attnres_aot.manifest import Choice
-from attnres_aot.runtime import api, driver, library, torch_device
+from attnres_aot.runtime import api
+from attnres_aot.runtime.cuda import device as torch_device
+from attnres_aot.runtime.cuda import driver
+from attnres_aot.runtime.cuda import modules as library
 from attnres_aot.runtime.loaded import LoadedBundle
 
 from .conftest import ALL_VARIANTS, CAPTURE_MODES, HIDDEN, LOADING

@@ -10,9 +10,10 @@ import torch
 
 import attnres_aot
 from attnres_aot.errors import UsageError
-from attnres_aot.runtime import api, fault
+from attnres_aot.runtime import api
 from attnres_aot.runtime.consumer import Consumer
-from attnres_aot.variants import parse_variant
+from attnres_aot.runtime.cuda import fault
+from attnres_aot.spec.variants import parse_variant
 
 from .conftest import HIDDEN
 

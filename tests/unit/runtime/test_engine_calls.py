@@ -27,9 +27,10 @@ from attnres_aot import (
     statistics_blocks,
     statistics_rows,
 )
-from attnres_aot.runtime import api, consumer, torch_device
+from attnres_aot.runtime import api, consumer
+from attnres_aot.runtime.cuda import device as torch_device
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.variants import consumer_key
+from attnres_aot.spec.variants import consumer_key
 
 from .conftest import ALL_VARIANTS, CAPTURED, HIDDEN, LOADING
 

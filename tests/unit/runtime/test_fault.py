@@ -12,9 +12,9 @@ import pytest
 
 import attnres_aot
 from attnres_aot.errors import DriverError, UsageError
-from attnres_aot.runtime import fault
+from attnres_aot.runtime.cuda import fault
 from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.spec.variants import ConsumerKey
 
 HIDDEN = 1024
 LAUNCH_FAILED = 719
@@ -210,5 +210,5 @@ def test_a_refused_record_is_a_driver_error_and_binds_nothing(stub, bundle, weig
 def test_reading_a_fault_makes_no_driver_call(stub, make, operands, monkeypatch):
     make().run_ring(*operands().ring)
     give_up(stub, row=0, slot=0, vector=0)
-    monkeypatch.setattr("attnres_aot.runtime.driver._process", SimpleNamespace(forked=True))
+    monkeypatch.setattr("attnres_aot.runtime.cuda.driver._process", SimpleNamespace(forked=True))
     assert attnres_aot.ring_fault().slot == 0

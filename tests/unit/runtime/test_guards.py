@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnres_aot.runtime import guards
+from attnres_aot.runtime.operands import guards
 
 BF16 = torch.bfloat16
 MODEL = (torch.zeros(3, 1024, dtype=BF16), torch.zeros(3, 4, 1024, dtype=BF16))

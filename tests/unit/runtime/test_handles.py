@@ -11,7 +11,7 @@ import torch
 import attnres_aot
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime import api
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.spec.variants import ConsumerKey
 
 from .conftest import HIDDEN
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attnres_aot
+from attnres_aot.bundle.manifest import Choice
 from attnres_aot.errors import OperandError, UsageError
-from attnres_aot.manifest import Choice
 from attnres_aot.runtime import api
-from attnres_aot.variants import ConsumerKey, choices_for
+from attnres_aot.spec.variants import ConsumerKey, choices_for
 
 HIDDEN = 1024
 VECTORS = HIDDEN // 8
@@ -227,7 +227,7 @@ def test_grid_covers_rows_that_do_not_fill_a_cluster(stub, bundles, weights, key
 
 
 def test_many_geometries_are_remembered_within_bounds(stub, prepared, operands, monkeypatch):
-    monkeypatch.setattr("attnres_aot.runtime.route._MAX_PLANS", 4)
+    monkeypatch.setattr("attnres_aot.runtime.launch.route._MAX_PLANS", 4)
     for rows in (*range(1, 11), *range(1, 11)):
         prepared.run(*operands(rows=rows).ordinary)
     assert [stub.launch(i).arguments()["rows"] for i in range(20)] == [*range(1, 11)] * 2
@@ -237,8 +237,8 @@ def test_many_geometries_are_remembered_within_bounds(stub, prepared, operands, 
 
 def test_tensors_of_several_modes_keep_their_plans(stub, prepared, operands, monkeypatch):
     made = []
-    make = attnres_aot.runtime.route.make_guard
-    monkeypatch.setattr(attnres_aot.runtime.route, "make_guard", lambda tensors: made.append(1) or make(tensors))
+    make = attnres_aot.runtime.launch.route.make_guard
+    monkeypatch.setattr(attnres_aot.runtime.launch.route, "make_guard", lambda tensors: made.append(1) or make(tensors))
     plain = operands()
     with torch.inference_mode():
         inference = operands()

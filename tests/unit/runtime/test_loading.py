@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import attnres_aot
-from attnres_aot.abi import CONSUMER_PARAMS, lay_out
+from attnres_aot.bundle.manifest import seal
 from attnres_aot.errors import BundleError, DriverError, UsageError
-from attnres_aot.manifest import seal
-from attnres_aot.runtime import api, driver, torch_device
+from attnres_aot.runtime import api
+from attnres_aot.runtime.cuda import device as torch_device
+from attnres_aot.runtime.cuda import driver
+from attnres_aot.spec.params import CONSUMER_PARAMS, lay_out
 
 from .conftest import LOADING
 

@@ -18,7 +18,7 @@ import attnres_aot
 from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime import api
 from attnres_aot.runtime.consumer import Consumer
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.spec.variants import ConsumerKey
 
 from .conftest import HIDDEN
 
@@ -162,7 +162,9 @@ def test_weights_and_statistics_that_moved_are_followed(stub, rig, operands, way
     before = getattr(rig, what).data_ptr()
     move(getattr(rig, what))
     run()
-    params = attnres_aot.abi.STATISTICS_PARAMS if way == "statistics" else attnres_aot.abi.CONSUMER_PARAMS
+    params = (
+        attnres_aot.spec.params.STATISTICS_PARAMS if way == "statistics" else attnres_aot.spec.params.CONSUMER_PARAMS
+    )
     found = [stub.launch(index).arguments(params)[what] for index in range(2)]
     assert found == [before, getattr(rig, what).data_ptr()]
 

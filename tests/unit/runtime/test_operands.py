@@ -11,7 +11,7 @@ import torch
 
 import attnres_aot
 from attnres_aot.errors import OperandError
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.spec.variants import ConsumerKey
 
 HIDDEN = 1024
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 
 import attnres_aot
 from attnres_aot.errors import OperandError, UsageError
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.spec.variants import ConsumerKey
 
 
 @pytest.fixture

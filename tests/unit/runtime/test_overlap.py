@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.operands import Expected, View, rows_touch
-from attnres_aot.runtime.overlap import AddressCheck, Fixed, PlacedCheck
+from attnres_aot.runtime.operands.geometry import Expected, View, rows_touch
+from attnres_aot.runtime.operands.overlap import AddressCheck, Fixed, PlacedCheck
 
 from .test_progressions import lines_run
 

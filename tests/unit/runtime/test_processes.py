@@ -80,7 +80,7 @@ def test_fork_after_load_is_refused_in_the_child_only(stub, bundles, bundle, wei
 
 
 def test_fork_while_another_thread_opens_the_driver_does_not_hang(stub, bundle):
-    from attnres_aot.runtime import driver
+    from attnres_aot.runtime.cuda import driver
 
     held, done = threading.Event(), threading.Event()
 
@@ -101,7 +101,7 @@ def test_fork_while_another_thread_opens_the_driver_does_not_hang(stub, bundle):
 
 def test_fork_before_load_is_fine(stub, bundles, weights, key, operands):
     path, given = bundles.write(["nb2-delta"]), operands()
-    from attnres_aot.runtime import driver
+    from attnres_aot.runtime.cuda import driver
 
     assert driver._process.driver is None
 
@@ -114,7 +114,7 @@ def test_fork_before_load_is_fine(stub, bundles, weights, key, operands):
 def test_spawned_worker_loads_for_itself(stub_library, stub, bundle):
     code = (
         "import ctypes, sys\n"
-        "from attnres_aot.runtime import driver\n"
+        "from attnres_aot.runtime.cuda import driver\n"
         "driver.LIBRARY_NAME = sys.argv[1]\n"
         "ctypes.CDLL(sys.argv[1]).stub_reset()\n"
         "print(driver.open_driver().capability(0))\n"

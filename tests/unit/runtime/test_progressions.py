@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from attnres_aot.runtime.progressions import Ranges, _floor_sum, ranges_touch
+from attnres_aot.runtime.operands.progressions import Ranges, _floor_sum, ranges_touch
 
 
 def ranges(highest: int, steps: st.SearchStrategy[int], sizes: st.SearchStrategy[int]) -> st.SearchStrategy[Ranges]:

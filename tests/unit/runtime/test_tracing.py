@@ -13,7 +13,7 @@ import attnres_aot
 from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime import api
 from attnres_aot.runtime.consumer import Consumer
-from attnres_aot.variants import ConsumerKey
+from attnres_aot.spec.variants import ConsumerKey
 
 from .conftest import HIDDEN
 

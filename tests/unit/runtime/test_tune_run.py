@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot import device_cli
 from attnres_aot.bench.cold_child import _bind_all, _Memory
 from attnres_aot.bench.gpu import GpuFacts
 from attnres_aot.bench.rig import Job, Rig
-from attnres_aot.config import parse_config
-from attnres_aot.manifest import Choice
+from attnres_aot.bundle.manifest import Choice
+from attnres_aot.cli import device_cli
+from attnres_aot.config.reader import parse_config
 from attnres_aot.runtime import api
 from attnres_aot.runtime.prepared import PreparedAttnRes
+from attnres_aot.spec.variants import parse_variant
 from attnres_aot.tune import command
 from attnres_aot.tune.measure import variant_for
 from attnres_aot.tune.shapes import time_shapes, variants_with_choice
-from attnres_aot.variants import parse_variant
 
 NAMES = [
     f"nb{nb}-delta{ring}{stats}"

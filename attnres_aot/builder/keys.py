@@ -1,0 +1,117 @@
+"""Build keys: the identity that decides whether an image has to be compiled again.
+
+What a loader asks for (a variant name) is stable across rebuilds; a build key is not. It covers the spec, the arch,
+the launch constants, the sources (kernels and compile options), the toolchain, its flavour and the manifest's schema
+number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from dataclasses import dataclass
+
+from attnres_aot._version import __version__
+from attnres_aot.builder.sources import combined_digest, sources_digests
+from attnres_aot.builder.toolchain import toolchain_versions
+from attnres_aot.bundle.manifest import SCHEMA, canonical_json, to_json
+from attnres_aot.plan.plan import Plan
+from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.toolkits import DEFAULT_FLAVOUR
+from attnres_aot.spec.variants import ImageSpec
+
+DEFAULT_COMPILER = "attnres_aot.kernels.compile"
+"""Module that compiles images."""
+LAUNCH_FIELDS = {
+    "cluster": "cluster",
+    "threads": "block_threads",
+    "rows_per_cluster": "rows_per_cluster",
+    "smem_dynamic_bytes": "smem_dynamic_bytes",
+    "pdl": "pdl",
+}
+"""Launch constant -> the field of a manifest's image record that holds it."""
+PACKAGE_COMPONENT = "attnres-aot"
+"""Name under which a manifest records this package's own version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFacts:
+    """What this machine and this package would compile with; gathered once, then passed on."""
+
+    toolchain: dict[str, str]
+    """Component -> version of the compiler."""
+    flavour: str = DEFAULT_FLAVOUR
+    """Which of the compiler's libraries compiles, a key of `toolkits.FLAVOURS`."""
+    package_version: str
+    """Version of attnres-aot: recorded, but no part of a build key, as it changes no image."""
+    sources: dict[str, str]
+    """Kernel -> digest of the sources that decide the bytes of its images."""
+    compiler: str = DEFAULT_COMPILER
+    """Dotted name of the module that compiles images in the workers."""
+
+    @property
+    def sources_sha256(self) -> str:
+        """Digest of the sources of all kernels, as a manifest records it."""
+        return combined_digest(self.sources)
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """The component versions that a manifest records: the compiler's and this package's."""
+        return {PACKAGE_COMPONENT: self.package_version, **self.toolchain}
+
+
+def gather_facts(flavour: str = DEFAULT_FLAVOUR) -> BuildFacts:
+    """Reads the installed compiler's versions and the package's own sources.
+
+    Raises:
+      CompileError: the compiler, or its library of that flavour, is not installed.
+    """
+    return BuildFacts(
+        toolchain=toolchain_versions(flavour), flavour=flavour, package_version=__version__, sources=sources_digests()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedImage:
+    """An image that a plan needs, with its build identity."""
+
+    kernel: str
+    """Which kernel: a key of `abi.KERNEL_PARAMS`."""
+    spec: ImageSpec
+    """What to compile."""
+    launch: dict[str, int]
+    """Launch constants that it is compiled with."""
+    key: str
+    """Build key."""
+
+    @property
+    def name(self) -> str:
+        """Image name, unique within a bundle."""
+        return str(self.spec)
+
+
+def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
+    """Returns the images of a plan, in its order, with their build keys."""
+    constants = importlib.import_module(facts.compiler).launch_constants
+    wanted = []
+    for spec in plan.images:
+        launch = constants(spec)
+        key = build_key(spec, launch, plan.arch, facts)
+        wanted.append(WantedImage(kernel=spec.kernel, spec=spec, launch=launch, key=key))
+    return tuple(wanted)
+
+
+def build_key(spec: ImageSpec, launch: dict[str, int], arch: Arch, facts: BuildFacts, *, schema: int = SCHEMA) -> str:
+    """Returns the sha256 of everything that decides the bytes of the image of `spec` for `arch`."""
+    identity = {
+        "kernel": spec.kernel,
+        "spec": to_json(spec),
+        "launch": launch,
+        "arch": str(arch),
+        "toolchain": facts.toolchain,
+        "flavour": facts.flavour,
+        "sources": facts.sources[spec.kernel],
+        "compiler": facts.compiler,
+        "schema": schema,
+    }
+    return hashlib.sha256(canonical_json(identity).encode("ascii")).hexdigest()

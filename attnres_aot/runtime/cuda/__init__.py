@@ -1,0 +1,1 @@
+"""The CUDA driver, devices and streams: everything that is asked of either."""

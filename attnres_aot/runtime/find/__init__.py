@@ -1,0 +1,1 @@
+"""Finding the bundle that serves a device."""

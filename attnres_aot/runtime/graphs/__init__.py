@@ -1,0 +1,1 @@
+"""How graphs of torch's compilers hold and launch prepared objects."""

@@ -1,0 +1,1 @@
+"""Launching: from checked operands to one driver call."""

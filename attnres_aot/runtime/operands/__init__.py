@@ -1,0 +1,1 @@
+"""Checking what a launch is given: geometry, memory, addresses, weights, mailboxes."""

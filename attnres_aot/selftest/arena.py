@@ -1,0 +1,236 @@
+"""Guarded memory for one launch: every operand a view into one poisoned allocation, so that a stray access shows.
+
+All memory that a launch may not read holds NaN patterns, and all memory that it may not write is compared afterwards:
+guard zones around each operand, rows beyond the launch, the padding between rows and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnres_aot.spec.variants import Variant
+
+GUARD_BYTES = 4096
+"""Poison between operands, at least."""
+SPARE_ROWS = 2
+"""Poisoned rows after the used rows of every operand."""
+SPARE_BLOCKS = 1
+"""Poisoned block slots beyond the last one that the launch reads or writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the operands of a launch lie in memory."""
+
+    name: str
+    """Short name for reports."""
+    padding: int = 0
+    """Vectors of 8 elements added to a row stride; each operand gets another multiple of it."""
+    block_major: bool = False
+    """Blocks lie one after another, each holding all rows, instead of row after row."""
+    skew: int = 0
+    """Bytes by which operands start beyond a 128-byte boundary; a multiple of 16."""
+    spare_capacity: int | None = None
+    """Mailbox and statistics rows beyond the used ones; None: the capacity that the bundle was planned for."""
+
+
+DENSE = Layout(name="dense")
+PADDED = Layout(name="padded", padding=1, skew=16, spare_capacity=3)
+BLOCK_MAJOR = Layout(name="block-major", padding=2, block_major=True, skew=80, spare_capacity=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Where one operand lies in the allocation."""
+
+    name: str
+    """Field of `Views`."""
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Shape of the view that the launch gets."""
+    strides: tuple[int, ...]
+    """Strides in elements."""
+    start: int
+    """Byte offset of the first element."""
+    end: int
+    """Byte offset after the region, spare rows included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """One allocation with operands in it, and poison everywhere else."""
+
+    words: Tensor
+    """The allocation, int32."""
+    regions: tuple[Region, ...]
+    """Operands in address order."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns an operand as a view."""
+        region = next(region for region in self.regions if region.name == name)
+        return self.words.view(region.dtype).as_strided(
+            region.shape, region.strides, region.start // region.dtype.itemsize
+        )
+
+    def duplicate(self) -> Memory:
+        """Copies the memory."""
+        return Memory(words=self.words.clone(), regions=self.regions)
+
+    def locate(self, byte: int) -> str:
+        """Says in words what lies at a byte offset: operand, index, or which gap."""
+        for region in self.regions:
+            if byte < region.start:
+                return f"the guard zone before {region.name}"
+            if byte < region.end:
+                return _locate_in(region, byte)
+        return f"the guard zone after {self.regions[-1].name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Views:
+    """The operands of one launch, as views."""
+
+    source: Tensor
+    """[rows, H], or the mailbox [slots, capacity, H], bf16."""
+    prefix: Tensor
+    """[rows, H] bf16."""
+    blocks: Tensor
+    """[rows, B, H] bf16."""
+    norm: Tensor
+    """[H] bf16."""
+    query: Tensor
+    """[H] bf16."""
+    out_norm: Tensor
+    """[H] bf16."""
+    out: Tensor
+    """[rows, H] bf16."""
+    aux: Tensor | None = None
+    """[rows, H] bf16 for aux variants."""
+    mixture: Tensor | None = None
+    """[capacity, H] fp32 for statistics variants."""
+    scal: Tensor | None = None
+    """[capacity, 2] fp32 for statistics variants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena(Memory):
+    """The memory of one launch of a consumer."""
+
+    views: Views
+    """Operands as tensors."""
+
+    def clone(self) -> Arena:
+        """Copies the memory; the views of the copy lie in the copy."""
+        return _arena(self.duplicate())
+
+
+def build_arena(
+    variant: Variant, *, rows: int, hidden: int, layout: Layout, capacity: int, device: torch.device
+) -> Arena:
+    """Allocates and poisons the memory of one launch.
+
+    Args:
+      variant: which consumer.
+      rows: rows of the launch.
+      hidden: row length in elements.
+      layout: strides and alignment.
+      capacity: rows of a mailbox slot and of the statistics, unless the layout says otherwise.
+      device: where.
+    """
+    if layout.spare_capacity is not None:
+        capacity = rows + layout.spare_capacity
+    return _arena(place(_shapes(variant, rows, hidden, layout, capacity), layout, device))
+
+
+Shape = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Name, shape, strides in elements, and type of an operand."""
+
+
+def place(shapes: Sequence[Shape], layout: Layout, device: torch.device) -> Memory:
+    """Allocates and poisons memory for operands, one after another with guard zones between."""
+    planner = _Planner(layout)
+    for name, shape, strides, dtype in shapes:
+        planner.add(name, dtype, shape, strides)
+    return Memory(words=_poison((planner.position + GUARD_BYTES) // 4, device), regions=tuple(planner.regions))
+
+
+def matrix(name: str, rows: int, hidden: int, layout: Layout, order: int) -> Shape:
+    """Shapes an operand [rows, H] whose rows are padded `order` times as far as the layout says."""
+    return name, (rows, hidden), (hidden + 8 * layout.padding * order, 1), torch.bfloat16
+
+
+def saved_blocks(rows: int, count: int, hidden: int, layout: Layout) -> Shape:
+    """Shapes `count` blocks [rows, B, H]."""
+    block_stride = hidden + 8 * layout.padding
+    row_stride = count * block_stride + 8 * layout.padding
+    if layout.block_major:
+        row_stride, block_stride = block_stride, (rows + SPARE_ROWS) * block_stride + 8 * layout.padding
+    return "blocks", (rows, count, hidden), (row_stride, block_stride, 1), torch.bfloat16
+
+
+def _shapes(variant: Variant, rows: int, hidden: int, layout: Layout, capacity: int) -> list[Shape]:
+    """Lists name, shape, strides and type of each operand that `variant` takes."""
+    bf16 = torch.bfloat16
+
+    shapes = [matrix("source", rows, hidden, layout, 1)]
+    if variant.slots:
+        strides = (capacity * hidden, hidden, 1)
+        shapes = [("source", (variant.slots, capacity, hidden), strides, bf16)]
+    write = -1 if variant.key.write is None else variant.key.write
+    count = max(variant.key.nb, write + 1) + SPARE_BLOCKS
+    shapes += [
+        matrix("prefix", rows, hidden, layout, 2),
+        saved_blocks(rows, count, hidden, layout),
+        *((name, (hidden,), (1,), bf16) for name in ("norm", "query", "out_norm")),
+        matrix("out", rows, hidden, layout, 3),
+    ]
+    if variant.aux:
+        shapes.append(matrix("aux", rows, hidden, layout, 4))
+    if variant.stats:
+        shapes.append(("mixture", (capacity, hidden), (hidden, 1), torch.float32))
+        shapes.append(("scal", (capacity, 2), (2, 1), torch.float32))
+    return shapes
+
+
+class _Planner:
+    """Places operands one after another."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._skew = layout.skew
+        self.position = 0
+        self.regions: list[Region] = []
+
+    def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        start = -(-(self.position + GUARD_BYTES) // 128) * 128 + self._skew
+        whole = (shape[0] + SPARE_ROWS, *shape[1:]) if len(shape) > 1 else shape
+        span = 1 + sum((extent - 1) * stride for extent, stride in zip(whole, strides, strict=True))
+        self.position = -(-(start + span * dtype.itemsize) // 16) * 16
+        self.regions.append(
+            Region(name=name, dtype=dtype, shape=shape, strides=strides, start=start, end=self.position)
+        )
+
+
+def _arena(memory: Memory) -> Arena:
+    views = Views(**{region.name: memory.tensor(region.name) for region in memory.regions})
+    return Arena(words=memory.words, regions=memory.regions, views=views)
+
+
+def _poison(count: int, device: torch.device) -> Tensor:
+    """Returns `count` int32 words, each two bf16 NaNs and one fp32 NaN, not the same everywhere."""
+    index = torch.arange(2 * count, device=device, dtype=torch.int32)
+    return (index % 113 + 0x7F81).to(torch.int16).view(torch.int32)
+
+
+def _locate_in(region: Region, byte: int) -> str:
+    rest = (byte - region.start) // region.dtype.itemsize
+    index = [0] * len(region.shape)
+    for axis in sorted(range(len(region.shape)), key=lambda axis: -region.strides[axis]):
+        index[axis], rest = divmod(rest, region.strides[axis])
+    inside = all(i < extent for i, extent in zip(index, region.shape, strict=True))
+    place = f"{region.name}[{', '.join(map(str, index))}]"
+    return place if inside else f"{place}, outside its shape {list(region.shape)}"

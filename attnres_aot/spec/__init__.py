@@ -1,0 +1,1 @@
+"""What can be asked for, as values and names: architectures, variants, images, parameters, batch tables."""
