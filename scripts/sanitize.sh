@@ -40,7 +40,7 @@ watch() {
     port=$((port + 16)) # runs at the same time must not talk to each other
     (
         start=$SECONDS
-        timeout --kill-after=5 "$limit" "$tool" --tool "$check" --kernel-name kns=attnres_aot --error-exitcode $found \
+        timeout --kill-after=5 "$limit" "$tool" --tool "$check" --kernel-name kns=attnres_ --error-exitcode $found \
             --print-limit 20 --show-backtrace device --port $port --log-file "$logs/$name.log" "${options[@]}" \
             "$python" "$program" "$bundle" "$@" >"$logs/$name.out" 2>&1
         echo "$? $((SECONDS - start))" >"$logs/$name.status"

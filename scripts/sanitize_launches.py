@@ -73,6 +73,15 @@ def launch_producer(consumer: LoadedConsumer, nb: int | None, rows: int, generat
     return check_statistics(nb, rows, loaded.hidden, generator, device, make)
 
 
+def captured(launch: Callable[[], object]) -> Callable[[], object]:
+    """Captures a launch in a graph and returns what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
 def plant(consumer: LoadedConsumer, defect: str) -> int:
     """Launches once with a defect that a memory checker must find; returns the exit status."""
     manifest = consumer.bundle.manifest
@@ -83,6 +92,7 @@ def plant(consumer: LoadedConsumer, defect: str) -> int:
     launch()
     torch.cuda.synchronize(consumer.device)
     if defect == "freed":
+        launch = captured(launch)  # a replay asks nobody whether its memory is still there; a launch would be refused
         views.norm.untyped_storage().resize_(0)
     else:
         launch = consumer.bind(bare.case, replace(views, source=torch.empty_like(views.source)))

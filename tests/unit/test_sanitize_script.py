@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from attnres_aot.spec.variants import kernel_symbol
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "sanitize.sh"
 FAKE = """#!/usr/bin/env bash
 echo "$*" >>"$FAKE_CALLS"
@@ -82,7 +84,9 @@ def test_clean_runs_whose_planted_defects_were_caught_pass(run, tmp_path):
     assert done.stdout.count("ok ") == 6
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 6
-    assert all("--kernel-name kns=attnres_aot" in call and "--error-exitcode 86" in call for call in calls)
+    watched = {call.split("--kernel-name kns=")[1].split()[0] for call in calls}
+    assert all(name in kernel_symbol("h7168-nb1") and len(name) > 6 for name in watched)
+    assert all("--error-exitcode 86" in call for call in calls)
     assert all("sanitize_launches.py some-bundle" in call for call in calls)
     assert sum("--rows 2,5" in call for call in calls) == 4
     assert len({call.split("--port ")[1].split()[0] for call in calls}) == 6

@@ -63,6 +63,7 @@ def program(monkeypatch):
     monkeypatch.setattr(module, "PreparedStatistics", Statistics)
     monkeypatch.setattr(module, "PreparedPublish", Publish)
     monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(module, "captured", lambda launch: launch)
 
     def run(consumer, *arguments):
         monkeypatch.setattr(module.LoadedConsumer, "open", lambda bundle: opened(consumer))
