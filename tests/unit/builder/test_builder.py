@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from attnres_aot.plan.plan import Selection
 from attnres_aot.plan.settings import Options
 from attnres_aot.spec.params import KERNEL_PARAMS
 from attnres_aot.spec.tables import parse_table
+from tests.support.children import PATIENCE, child, wait_until
 
 OTHER_SOURCES = dict.fromkeys(KERNEL_PARAMS, "1" * 64)
 NAMES = ["h1024-nb0", "h1024-nb1-delta", "h1024-nb1", "h1024-nb2", "h1024-nb2-delta-final"]
@@ -427,19 +427,13 @@ def test_an_interrupted_build_loses_neither_the_old_bundle_nor_its_images(
     compiler.forget()
     compiler.behave_at({"h1024-nb0": "hang"})
     command = [sys.executable, "-c", BUILDER, str(Path(__file__).parent), str(path.parent), "1" * 64]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as builder:
+    with child(command, stderr=subprocess.DEVNULL) as builder:
         store = work_folder(path) / "store"
-        end = time.monotonic() + 20
-        while len(list(store.glob("*.image"))) < 4:
-            assert time.monotonic() < end, builder.poll()
-            time.sleep(0.02)
+        wait_until(lambda: len(list(store.glob("*.image"))) == 4, "the fourth image")
         builder.send_signal(number)
-        builder.communicate(timeout=10)
+        builder.wait(PATIENCE)
+        wait_until(lambda: not any(Path(f"/proc/{start['start']}").exists() for start in compiler.starts), "the end")
     assert files_of(path) == good
-    for start in compiler.starts:
-        while Path(f"/proc/{start['start']}").exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
 
     compiler.behave()
     compiler.forget()

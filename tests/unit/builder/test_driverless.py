@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnres_aot.spec.toolkits import FLAVOURS
+from tests.support.children import PATIENCE, child
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "tests" / "stub_cuda" / "version_only.cpp"
@@ -121,12 +122,11 @@ print(json.dumps([found, others, isinstance(ctypes.CDLL(None), original)]))
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_who_asks_for_the_driver_gets_one_of_the_flavours_version(flavour):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, flavour], env=environment, stdout=subprocess.PIPE, text=True
-    ) as child:
-        out, _ = child.communicate(timeout=60)
+    command = [sys.executable, "-c", PROGRAM, flavour]
+    with child(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        out, _ = process.communicate(timeout=PATIENCE)
     version = FLAVOURS[flavour][0] * 1000
-    assert out.strip() == f"[{[[0, version]] * 20}, [{child.pid}, {child.pid}], true]"
+    assert out.strip() == f"[{[[0, version]] * 20}, [{process.pid}, {process.pid}], true]"
 
 
 def test_this_process_keeps_its_driver():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from attnres_aot.builder.pool import Job, JobFailure, Pool, PoolSettings, Target
 from attnres_aot.errors import CompileError
 from attnres_aot.spec.arch import Arch
 from attnres_aot.spec.variants import ConsumerSpec
+from tests.support.children import PATIENCE, child, wait_until
 
 
 def job(nb: int, slots: int = 0) -> Job:
@@ -269,26 +268,22 @@ pool.compile_all([job])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_a_hanging_worker_does_not_outlive_the_builder(number, compiler, tmp_path):
     compiler.behave_at({"h1024-nb4": "hang"})
+
+    def has_started() -> bool:
+        with contextlib.suppress(json.JSONDecodeError):  # read while it is being written
+            return bool(compiler.compiled)
+        return False
+
     command = [sys.executable, "-c", PARENT, str(tmp_path / "scratch")]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
-        wait_until(lambda: compiler.compiled)
+    with child(command, stderr=subprocess.DEVNULL) as parent:
+        wait_until(has_started)
         parent.send_signal(number)
-        parent.wait(10)
-    (start,) = compiler.starts
-    wait_until(lambda: not is_alive(start["start"]))
+        parent.wait(PATIENCE)
+        (start,) = compiler.starts
+        wait_until(lambda: not is_alive(start["start"]), "the worker's end")
 
 
 def is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        with contextlib.suppress(json.JSONDecodeError):
-            if condition():
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"not within 20 s; this is process {os.getpid()}")

@@ -228,7 +228,7 @@ def test_random_bytes_are_refused(seed):
         read_cubin(random.Random(seed).randbytes(5000))
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300, deadline=None)
 @given(
     kernel=st.sampled_from(["consumer", "spill", "two"]),
     arch=st.sampled_from(["sm_90", "sm_100"]),

@@ -1,0 +1,6 @@
+"""What every unit test relies on, wherever pytest was started."""
+
+import signal
+
+# A background job of a shell without job control ignores SIGINT, and so do its children, which could not be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
