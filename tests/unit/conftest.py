@@ -2,5 +2,5 @@
 
 import signal
 
-# A background job of a shell without job control ignores SIGINT, and so do its children, which could not be interrupted.
+# A background job of a shell without job control ignores SIGINT, and so do its children: none could be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
