@@ -8,6 +8,7 @@ PYTEST_FLAGS ?=
 PROVE_FLAGS ?=
 SWEEP_FLAGS ?=
 FUZZ_FLAGS ?=
+MATRIX_FLAGS ?=
 # For test-gpu: a python that has torch, and the bundle to check.
 GPU_PYTHON ?= python3
 BUNDLE ?=
@@ -21,7 +22,7 @@ INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test prove-ptx fuzz check check-flavours sweep format test-gpu stress-gpu measure clean
+.PHONY: help build plan test prove-ptx fuzz check check-flavours check-matrix sweep format test-gpu stress-gpu measure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -63,6 +64,9 @@ check-flavours: ## build with either and both compiler libraries, beside drivers
 	$(FLAVOURS_VENV)/bin/python $(PIP_INSTALL) --editable '.[build]'
 	$(FLAVOURS_VENV)/bin/python scripts/check_flavours.py
 
+check-matrix: ## the tests on every Python that is installed, 3.10 to 3.13, and with the lowest versions of all dependencies; an hour
+	$(PYTHON) scripts/check_matrix.py $(MATRIX_FLAGS)
+
 test-gpu: ## check every variant of BUNDLE on this machine's GPU with GPU_PYTHON (torch and pytest, no compiler)
 	ATTNRES_AOT_BUNDLE="$(BUNDLE)" $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_FLAGS)
 
@@ -73,7 +77,7 @@ measure: ## measure BUNDLE on this machine's GPU into the folder results; see do
 	GPU_PYTHON="$(GPU_PYTHON)" scripts/measure.sh "$(BUNDLE)" results
 
 clean: ## remove virtual environments, caches and built bundles
-	rm -rf $(BUILD_VENV) $(TEST_VENV) $(FLAVOURS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(BUILD_VENV) $(TEST_VENV) $(FLAVOURS_VENV) .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find artifacts -mindepth 1 -maxdepth 1 ! -name README.md -exec rm -rf {} +
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
