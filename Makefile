@@ -22,7 +22,7 @@ INSTALLED_BY := pyproject.toml constraints.txt
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help build plan test prove-ptx fuzz check check-flavours check-matrix sweep format test-gpu stress-gpu measure clean
+.PHONY: help build plan test prove-ptx fuzz digests check check-flavours check-matrix sweep format test-gpu stress-gpu measure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -31,6 +31,10 @@ help: ## list the targets
 
 build: $(BUILD_STAMP) ## build a bundle: artifacts/kimi_k3-$(ARCH)/ (ARCH="sm_100 sm_90" for several)
 	$(BUILD_VENV)/bin/attnres-aot build $(addprefix --arch ,$(ARCH)) $(BUILD_FLAGS)
+
+digests: $(BUILD_STAMP) ## print the sha256 of every image of configs/kimi_k3_all.yaml, to see whether a change left the code alone
+	@$(BUILD_VENV)/bin/attnres-aot build $(addprefix --arch ,$(ARCH)) --config configs/kimi_k3_all.yaml >&2
+	@cd artifacts && sha256sum $(foreach arch,$(ARCH),kimi_k3_all-$(arch)/*.cubin)
 
 plan: $(BUILD_STAMP) ## show what `make build` would build
 	$(BUILD_VENV)/bin/attnres-aot plan $(addprefix --arch ,$(ARCH))
