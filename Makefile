@@ -99,6 +99,6 @@ $(TEST_STAMP): $(INSTALLED_BY)
 define make-venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "attnres-aot needs Python 3.10 or later, \
 	this is " + sys.version.split()[0] + "; choose another with: make PYTHON=python3.12 ...")'
-@echo "setting up $(1) (first run only)"
+@echo "setting up $(1) (first run only)" >&2
 @$(PYTHON) -m venv $(1)
 endef
