@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from attnres_aot.runtime.api import compile_consumer, load, preload, ring_fault, statistics_blocks, statistics_rows
     from attnres_aot.runtime.consumer import Consumer
     from attnres_aot.runtime.cuda.fault import RingFault
-    from attnres_aot.runtime.fallback import Missed
-    from attnres_aot.runtime.loaded import LoadedBundle
+    from attnres_aot.runtime.find.loaded import LoadedBundle
+    from attnres_aot.runtime.launch.fallback import Missed
     from attnres_aot.runtime.operands.mailbox import arm, new_mailbox
     from attnres_aot.runtime.operands.weights import AttnResWeights
     from attnres_aot.runtime.prepared import PreparedAttnRes
@@ -45,8 +45,8 @@ _HOMES = {
     "Consumer": "runtime.consumer",
     "ConsumerKey": "spec.variants",
     "DriverError": "errors",
-    "LoadedBundle": "runtime.loaded",
-    "Missed": "runtime.fallback",
+    "LoadedBundle": "runtime.find.loaded",
+    "Missed": "runtime.launch.fallback",
     "MissingTorchError": "errors",
     "OperandError": "errors",
     "PreparedAttnRes": "runtime.prepared",

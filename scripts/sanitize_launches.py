@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from attnres_aot import PreparedPublish, PreparedStatistics
-from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.selftest.bare import (
     BARE_EPS,
     bare_cases,
@@ -35,6 +34,7 @@ from attnres_aot.selftest.bare import (
 from attnres_aot.selftest.cases import MAX_ROWS
 from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.selftest.suite import bundle_variants
+from attnres_aot.spec.row_counts import parse_rows
 
 
 def launch_all(consumer: LoadedConsumer, rows: tuple[int, ...]) -> int:

@@ -26,11 +26,11 @@ from attnres_aot.bench.points import MAX_ROWS, QUICK_ROWS, Selection
 from attnres_aot.bench.results import COLD, WARM, Report, Setting, numbers, read_report, report_json, write_atomically
 from attnres_aot.bench.rig import Rig
 from attnres_aot.bench.soak import CudaMachine, soak
-from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime.api import load
-from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.pdl import EARLY, Pdl
+from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.launch.pdl import EARLY, Pdl
+from attnres_aot.spec.row_counts import parse_rows
 
 PARTS = ("gpu", "host", "cold-start")
 """What a run measures unless told otherwise."""

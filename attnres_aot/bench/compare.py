@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres_aot.bench.results import Key
-from attnres_aot.runtime.pdl import EARLY, pdl_name
+from attnres_aot.runtime.launch.pdl import EARLY, pdl_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from attnres_aot.bench.points import CHAIN, PUBLISHED, RING, Point, Selection, S
 from attnres_aot.bench.results import COLD, WARM, Context, Timing
 from attnres_aot.bench.rig import Job, Rig, traffic
 from attnres_aot.bench.traffic import copy_traffic, floor_us
-from attnres_aot.runtime.pdl import Pdl
+from attnres_aot.runtime.launch.pdl import Pdl
 
 
 class PointTimer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from attnres_aot.bundle.manifest import Manifest
 from attnres_aot.errors import UsageError, did_you_mean
-from attnres_aot.runtime.pdl import EARLY, Pdl
+from attnres_aot.runtime.launch.pdl import EARLY, Pdl
 from attnres_aot.spec.variants import PUBLISH, STATISTICS, ConsumerKey, Producer, Variant, parse_variant
 
 CONSUMER, RING, CHAIN, PUBLISHED = "consumer", "ring", "statistics+consumer", "publish+consumer"

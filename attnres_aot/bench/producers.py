@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from attnres_aot.bench.clock import Call
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.statistics import PreparedStatistics
 
 

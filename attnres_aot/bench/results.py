@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from attnres_aot.bundle.manifest import to_json
 from attnres_aot.errors import UsageError
 from attnres_aot.input_file import read_input
-from attnres_aot.runtime.pdl import Pdl
+from attnres_aot.runtime.launch.pdl import Pdl
 
 SCHEMA = 1
 """Number of the result format."""

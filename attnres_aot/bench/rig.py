@@ -16,9 +16,9 @@ import torch
 from attnres_aot.bench.clock import Call
 from attnres_aot.bench.producers import bind_statistics_kernel
 from attnres_aot.bench.traffic import Traffic, consumer_traffic, copy_traffic, statistics_traffic
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.launch.pdl import Pdl
 from attnres_aot.runtime.operands.mailbox import new_mailbox
-from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import PreparedPublish
 from attnres_aot.spec.variants import Variant

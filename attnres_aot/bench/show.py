@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attnres_aot.bench.compare import Comparison, Ratio
 from attnres_aot.bench.points import Series, label
 from attnres_aot.bench.results import WARM, ColdStart, Context, HostCost, Key, Report, Setting, Soak, Timing
-from attnres_aot.runtime.pdl import Pdl, pdl_name
+from attnres_aot.runtime.launch.pdl import Pdl, pdl_name
 
 _CELL = 8
 _SHOWN = 20

@@ -37,7 +37,7 @@ what everybody else waits for. `final` always sums them, since it rounds mix to 
 
 "The wait" is the dependency wait, for the grid before this one: with it, everything is written, and a mailbox looked at, when that
 grid has ended and its memory is visible. Parameter `early` puts it at the end of a kernel with a mailbox, where the caller promises that
-nobody minds (`attnres_aot.runtime.pdl` has the promise).
+nobody minds (`attnres_aot.runtime.launch.pdl` has the promise).
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
 (rank * V + i) * T + tid of the row, i < V, as far as the row has them: K * T * V * 8 is H, or the next multiple of 1024,

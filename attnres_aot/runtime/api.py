@@ -18,7 +18,7 @@ from attnres_aot.errors import BundleError, UsageError
 from attnres_aot.runtime.cuda.device import TorchDevice, pick_device
 from attnres_aot.runtime.cuda.driver import open_driver, refuse_after_fork
 from attnres_aot.runtime.cuda.fault import RingFault, read_fault
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.arch import Arch, parse_arch
 from attnres_aot.spec.toolkits import Cuda, parse_cuda
 from attnres_aot.spec.variants import Variant, consumer_key

@@ -14,14 +14,14 @@ import torch
 
 from attnres_aot.errors import OperandError, UsageError
 from attnres_aot.runtime.cuda.device import check_device, stream_handle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.graphs.tracing import dispatch_modes, refuse_recording
 from attnres_aot.runtime.launch.binding import Binding, Ring, check_apart, make_ring, make_statistics
 from attnres_aot.runtime.launch.packed import Launcher
+from attnres_aot.runtime.launch.pdl import Pdl, check_pdl
 from attnres_aot.runtime.launch.route import Route
-from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.operands.guards import Guard, make_guard
 from attnres_aot.runtime.operands.weights import check_eps, check_weights
-from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.spec.variants import Variant
 
 _MAX_CALLS = 4096

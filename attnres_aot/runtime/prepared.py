@@ -10,19 +10,19 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.runtime.cuda.fault import Owner, RingFault, read_fault
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.graphs import ops
 from attnres_aot.runtime.graphs.handles import handle_tensor
 from attnres_aot.runtime.graphs.tracing import dispatch_modes
 from attnres_aot.runtime.launch.indirect import LaunchingConsumer
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.launch.pdl import Pdl
 from attnres_aot.runtime.operands.weights import first_device, read_target
-from attnres_aot.runtime.pdl import Pdl
 from attnres_aot.spec.variants import KeyLike
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from attnres_aot.runtime.fallback import Fallback
+    from attnres_aot.runtime.launch.fallback import Fallback
 
 
 class PreparedAttnRes(LaunchingConsumer):
@@ -68,7 +68,7 @@ class PreparedAttnRes(LaunchingConsumer):
           key: which consumer; a plain tuple (nb, has_delta, write, final), with write -1 for none, is taken, too.
           eps: epsilon of both norms, or a pair (under the logits, of the output norm); 1e-30 or more.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
-          pdl: False, True or "early": how a launch may overlap the kernel before it; see `attnres_aot.runtime.pdl`.
+          pdl: False, True or "early": how a launch may overlap the kernel before it (`attnres_aot.runtime.launch.pdl`).
           checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off,
             their layout must follow from that of `out`; geometry is compared if an address or `out` changes.
           fallback: called with a `Missed` where the bundle lacks a variant, instead of raising.

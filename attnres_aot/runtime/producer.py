@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.copies import BoundToMemory
 from attnres_aot.runtime.cuda.driver import open_driver
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.graphs.handles import Handles, handle_tensor
+from attnres_aot.runtime.launch.copies import BoundToMemory
 from attnres_aot.runtime.launch.packed import NOTHING_TO_DO, UNBOUND, Launcher, Order, Plan
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.launch.pdl import check_producer_pdl
 from attnres_aot.runtime.operands.geometry import Expected, View, check_geometry
 from attnres_aot.runtime.operands.guards import make_guard
 from attnres_aot.runtime.operands.memory import check_bound_memory, never_moves, watch
 from attnres_aot.runtime.operands.overlap import AddressCheck, Fixed, PlacedCheck
-from attnres_aot.runtime.pdl import check_producer_pdl
 from attnres_aot.spec.variants import PUBLISH, STATISTICS, Producer
 
 if TYPE_CHECKING:

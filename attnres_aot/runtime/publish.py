@@ -6,11 +6,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
+from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.cuda.device import lasting_byte, open_memory_of
-from attnres_aot.runtime.graphs import producer_ops
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.graphs.tracing import dispatch_modes, stand_ins_among
 from attnres_aot.runtime.launch.binding import moved_mailbox
-from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.mailbox import mailbox_problems

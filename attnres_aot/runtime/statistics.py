@@ -8,11 +8,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
+from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.cuda.device import check_device
-from attnres_aot.runtime.graphs import producer_ops
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.graphs.tracing import dispatch_modes, stand_ins_among
 from attnres_aot.runtime.launch.binding import make_statistics
-from attnres_aot.runtime.loaded import LoadedBundle
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View, vector_problems
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.memory import overlap_problems

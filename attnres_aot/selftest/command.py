@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from attnres_aot.bundle.reader import Bundle
-from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.selftest import report
 from attnres_aot.selftest.cases import MAX_ROWS, ROW_COUNTS, draw_banks
@@ -24,6 +23,7 @@ from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.selftest.producers import ProducerResult, bundle_producers, check_producers
 from attnres_aot.selftest.report import Setting
 from attnres_aot.selftest.suite import VariantResult, bundle_variants, check_variants, image_variants
+from attnres_aot.spec.row_counts import parse_rows
 from attnres_aot.spec.variants import PUBLISH, STATISTICS, Producer, Variant, parse_producer, parse_variant
 
 

@@ -9,8 +9,8 @@ import torch
 
 from attnres_aot.bundle.reader import Bundle
 from attnres_aot.runtime.api import load
-from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.pdl import Pdl
+from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.launch.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import publish
 from attnres_aot.runtime.statistics import statistics

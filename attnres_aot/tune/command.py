@@ -21,12 +21,12 @@ from attnres_aot.bench.points import MAX_ROWS, ROWS
 from attnres_aot.bench.results import write_atomically
 from attnres_aot.bench.rig import Rig
 from attnres_aot.bundle.manifest import to_json
-from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.config import shipped
 from attnres_aot.config.source import MAX_BYTES, read_source
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime.api import load
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.spec.row_counts import parse_rows
 from attnres_aot.tune import show
 from attnres_aot.tune.decide import EXPOSED, MARGIN, RULES, Cell, Decision, decide
 from attnres_aot.tune.measure import check_bundle, deployments, measure_cells

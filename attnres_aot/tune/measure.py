@@ -9,7 +9,7 @@ from attnres_aot.bench.producers import has_statistics_kernel
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.config.advice import build_changed
 from attnres_aot.errors import BundleError
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.variants import ConsumerKey, Variant
 from attnres_aot.tune.decide import Cell
 

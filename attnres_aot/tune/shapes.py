@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.bundle.manifest import Choice
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.variants import Variant, parse_variant
 
 

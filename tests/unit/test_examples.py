@@ -12,11 +12,11 @@ import pytest
 
 from attnres_aot.bench.points import match_variants
 from attnres_aot.cli.entry import BUILDER_COMMANDS
-from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 from attnres_aot.errors import UsageError
 from attnres_aot.plan.plan import Selection, plan
 from attnres_aot.spec.arch import BUILDABLE, choices, parse_buildable_arch
+from attnres_aot.spec.row_counts import parse_rows
 from attnres_aot.spec.tables import parse_table, scan_table
 from attnres_aot.spec.variants import parse_producer, parse_variant
 

@@ -1,88 +1,155 @@
-"""Which modules may load which: each checked in a fresh interpreter."""
+"""Who may import whom: the package's import graph against the table of docs/layout.md, and what imports load."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "attnres_aot"
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
+ROW = re.compile(r"^\| `([\w./]+?)/?` \|[^|]*\| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
+TABLE = {
+    room.replace("/", "."): (set(re.findall(r"`([\w.]+)`", imports)), set(re.findall(r"[a-z]+", loads)))
+    for room, imports, loads in ROW.findall((ROOT / "docs" / "layout.md").read_text())
+}
+"""Room -> the rooms that it may import, and the third parties."""
+DISTRIBUTIONS = {"click", "cutlass", "elftools", "pytest", "rich", "torch", "yaml"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yields the modules that a file imports, inside functions as well, but for what only a type checker sees."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            yield from {full if full in MODULES else node.module for full in whole.values()}
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        waiting += ast.iter_child_nodes(node)
+
+
+GRAPH = {name: set(imported(path)) for name, path in MODULES.items()}
+
+
+def room_of(module: str) -> str:
+    """The folder of a module; runtime's folders are rooms of their own, and a module at the top is one."""
+    parts = module.split(".")[1:]
+    if not parts:
+        return "__init__"
+    is_folder = MODULES[module].name == "__init__.py"
+    depth = 2 if parts[0] == "runtime" and len(parts) - (not is_folder) > 1 else 1
+    return ".".join(parts[:depth])
+
+
+def test_no_module_imports_itself_in_a_circle():
+    own = {name: {other for other in others if other in MODULES} - {name} for name, others in GRAPH.items()}
+    try:
+        list(TopologicalSorter(own).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_rooms_have_no_circle_either():
+    rooms: dict[str, set[str]] = {}
+    for name, others in GRAPH.items():
+        rooms.setdefault(room_of(name), set()).update(room_of(other) for other in others if other in MODULES)
+    TopologicalSorter({room: others - {room} for room, others in rooms.items()}).prepare()
+
+
+def test_the_table_names_every_room_once():
+    assert set(TABLE) == {room_of(name) for name in MODULES} - {"__main__", "__init__"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_are_those_of_the_table(module):
+    room = room_of(module)
+    if room in ("__main__", "__init__"):
+        return
+    rooms, distributions = TABLE[room]
+    own = {room_of(other) for other in GRAPH[module] if other in MODULES} - {room, "__init__"}
+    assert own - {"errors", "records", "_version"} <= rooms
+    foreign = {other.split(".")[0] for other in GRAPH[module]} & DISTRIBUTIONS
+    assert foreign <= distributions
+
+
+def test_the_table_allows_nothing_that_is_not_there():
+    for room, (rooms, distributions) in TABLE.items():
+        modules = [name for name in MODULES if room_of(name) == room]
+        found = {room_of(other) for name in modules for other in GRAPH[name] if other in MODULES}
+        assert rooms <= found, room
+        assert distributions & DISTRIBUTIONS <= {o.split(".")[0] for name in modules for o in GRAPH[name]}, room
+
+
 HEAVY = ("cutlass", "torch", "numpy", "cuda")
-ANYWHERE = ("_version", "records")  # the package itself states its version; records are a decorator
 BUILD_TOOLS = ("click", "yaml", "rich", "elftools")
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A module, and what importing it must not load."""
+class Start:
+    """A module, and what importing it must not load, in whatever way."""
 
     module: str
     never: tuple[str, ...]
-    own: tuple[str, ...] | None = None
-    """The package's own modules that it may load, or None for any."""
 
 
-CORE = ("errors", "spec", "bundle", "plan")
-LAYERS = [
-    Layer("errors", HEAVY + BUILD_TOOLS, ()),
-    Layer("spec.arch", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("spec.tables", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("spec.variants", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("spec.params", HEAVY + BUILD_TOOLS, ()),
-    Layer("bundle.manifest", HEAVY + BUILD_TOOLS, ("errors", "spec")),
-    Layer("bundle.decoding", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("plan.settings", HEAVY + BUILD_TOOLS, ("errors", "spec", "bundle")),
-    Layer("plan.plan", HEAVY + BUILD_TOOLS, CORE),
-    Layer("config.shipped", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("config.advice", HEAVY + BUILD_TOOLS, ("errors", "spec")),
-    Layer("input_file", HEAVY + BUILD_TOOLS, ()),
-    Layer("config.source", HEAVY + BUILD_TOOLS, ("errors", "input_file")),
-    Layer("config.reader", (*HEAVY, "click", "rich", "elftools"), (*CORE, "input_file")),
-    Layer("cli.entry", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("cli.main", (*HEAVY, "yaml", "rich", "elftools"), ("errors",)),
-    Layer(
-        "cli.plan_command",
-        (*HEAVY, "elftools"),
-        (*CORE, "config", "input_file"),
-    ),
+STARTS = [
+    Start("spec.variants", HEAVY + BUILD_TOOLS),
+    Start("bundle.reader", HEAVY + BUILD_TOOLS),
+    Start("plan.plan", HEAVY + BUILD_TOOLS),
+    Start("config.reader", (*HEAVY, "click", "rich", "elftools")),
+    Start("config.shipped", HEAVY + BUILD_TOOLS),
+    Start("cli.entry", HEAVY + BUILD_TOOLS),
+    Start("cli.main", (*HEAVY, "yaml", "rich", "elftools")),
+    Start("cli.plan_command", (*HEAVY, "elftools")),
     # Builds are compared, written and checked without the compiler; only workers load it.
-    Layer("cli.build_command", HEAVY),
-    Layer("cli.verify_command", HEAVY),
-    Layer("cli.inspect_command", HEAVY),
-    Layer("bundle.reader", HEAVY + BUILD_TOOLS, ("errors", "spec")),
-    Layer("cli.device_cli", HEAVY + BUILD_TOOLS, ("errors",)),
-    Layer("cli.streams", HEAVY + BUILD_TOOLS, ()),
-    Layer("runtime.api", ("cutlass", "numpy", *BUILD_TOOLS)),
-    Layer("bench.command", ("cutlass", "numpy", *BUILD_TOOLS)),
-    Layer("tune.command", ("cutlass", "numpy", *BUILD_TOOLS)),
-    Layer("selftest.command", ("cutlass", "numpy", *BUILD_TOOLS)),
-    Layer("verify.bundle_check", ("cutlass", "torch", "numpy", "cuda", "click", "yaml", "rich")),
-    Layer("spec.toolkits", HEAVY + BUILD_TOOLS, ("errors", "spec")),
-    Layer("kernels.driverless", HEAVY + BUILD_TOOLS, ("errors", "spec")),
-    Layer("kernels.compile", (*HEAVY, *BUILD_TOOLS), ("errors", "spec")),
-    Layer("doctor.doctor", ("cutlass", "torch", *BUILD_TOOLS)),
+    Start("cli.build_command", HEAVY),
+    Start("cli.verify_command", HEAVY),
+    Start("cli.inspect_command", HEAVY),
+    Start("cli.device_cli", HEAVY + BUILD_TOOLS),
+    Start("runtime.api", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Start("bench.command", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Start("tune.command", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Start("selftest.command", ("cutlass", "numpy", *BUILD_TOOLS)),
+    Start("verify.bundle_check", ("cutlass", "torch", "numpy", "cuda", "click", "yaml", "rich")),
+    Start("kernels.compile", HEAVY + BUILD_TOOLS),
+    Start("doctor.doctor", ("cutlass", "torch", *BUILD_TOOLS)),
 ]
 
 PROBE = """
-import importlib, json, sys
-before = set(sys.modules)
-importlib.import_module("attnres_aot." + sys.argv[1])
-print(json.dumps(sorted(set(sys.modules) - before)))
+import importlib, json, os, sys
+for module in sys.argv[1:]:  # each in a process of its own, as fresh as this one
+    child = os.fork()
+    if not child:
+        importlib.import_module("attnres_aot." + module)
+        print(json.dumps([module, sorted(sys.modules)]), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, module
 """
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.module)
-def test_importing_loads_only_what_it_may(layer):
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, layer.module], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    loaded = json.loads(result.stdout)
-    assert f"attnres_aot.{layer.module}" in loaded
-    assert [name for name in loaded if name.split(".")[0] in layer.never] == []
-    own = {name.split(".")[1] for name in loaded if name.startswith("attnres_aot.")} - {layer.module.split(".")[0]}
-    if layer.own is not None:
-        assert own - {*ANYWHERE, *layer.own} == set()
+@pytest.fixture(scope="module")
+def loaded():
+    command = [sys.executable, "-c", PROBE, *(start.module for start in STARTS)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return dict(json.loads(line) for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: start.module)
+def test_importing_loads_only_what_it_may(start, loaded):
+    assert f"attnres_aot.{start.module}" in loaded[start.module]
+    assert [name for name in loaded[start.module] if name.split(".")[0] in start.never] == []

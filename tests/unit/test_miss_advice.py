@@ -10,7 +10,7 @@ import yaml
 from attnres_aot.config import advice, shipped
 from attnres_aot.config.reader import load_config, parse_config
 from attnres_aot.plan.plan import plan
-from attnres_aot.runtime.miss import _beyond, _remedy, _statistics
+from attnres_aot.runtime.find.miss import _beyond, _remedy, _statistics
 from attnres_aot.spec.arch import Arch
 from attnres_aot.spec.variants import MAX_BLOCKS, MAX_SLOTS, ConsumerKey, Variant
 

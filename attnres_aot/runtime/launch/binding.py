@@ -10,14 +10,14 @@ import torch
 from attnres_aot.errors import OperandError
 from attnres_aot.records import dataclass
 from attnres_aot.runtime.cuda.fault import LaunchKind, Owner, fault_arguments
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.launch.pdl import EARLY, Pdl
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View, vector_problems
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.mailbox import mailbox_problems
 from attnres_aot.runtime.operands.memory import check_bound_memory, overlap_problems
 from attnres_aot.runtime.operands.overlap import SOURCE, Fixed
 from attnres_aot.runtime.operands.weights import WEIGHT_NAMES, AttnResWeights
-from attnres_aot.runtime.pdl import EARLY, Pdl
 from attnres_aot.spec.variants import ConsumerKey, Variant
 
 _MAX_SPIN_BUDGET = 2**31 - 1

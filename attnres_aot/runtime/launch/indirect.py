@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from attnres_aot.errors import OperandError, VariantMissError
-from attnres_aot.runtime.bound import BoundConsumer
 from attnres_aot.runtime.graphs import ops
 from attnres_aot.runtime.graphs.tracing import stand_ins_among
 from attnres_aot.runtime.launch.binding import Binding
+from attnres_aot.runtime.launch.bound import BoundConsumer
 from attnres_aot.runtime.launch.packed import NOTHING_TO_DO, Launcher
 from attnres_aot.runtime.launch.route import Route
 
@@ -77,7 +77,7 @@ class LaunchingConsumer(BoundConsumer):
             return NOTHING_TO_DO
 
     def _fall_back(self, binding: Binding, tensors: tuple[torch.Tensor, ...]) -> None:
-        from attnres_aot.runtime.fallback import Missed
+        from attnres_aot.runtime.launch.fallback import Missed
 
         assert self._fallback is not None
         operands = list(tensors)

@@ -32,8 +32,8 @@ from attnres_aot.bench.results import (
 )
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.bench.traffic import consumer_traffic, copy_traffic, statistics_traffic
-from attnres_aot.cli.row_counts import parse_rows
 from attnres_aot.errors import DriverError, UsageError
+from attnres_aot.spec.row_counts import parse_rows
 from attnres_aot.spec.variants import parse_variant
 
 K3 = (

@@ -34,7 +34,7 @@ from attnres_aot.runtime.cuda import device as torch_device
 from attnres_aot.runtime.cuda import driver, fault
 from attnres_aot.runtime.cuda import modules as library
 from attnres_aot.runtime.cuda.device import TorchDevice
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.params import CONSUMER_PARAMS, KERNEL_PARAMS, Param
 from attnres_aot.spec.variants import (
     ConsumerKey,

@@ -25,7 +25,7 @@ from attnres_aot.cli import device_cli
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime import api
 from attnres_aot.runtime.cuda.driver import open_driver
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.variants import parse_variant
 
 HIDDEN = 1024

@@ -18,7 +18,7 @@ from attnres_aot.runtime import api
 from attnres_aot.runtime.cuda import device as torch_device
 from attnres_aot.runtime.cuda import driver
 from attnres_aot.runtime.cuda import modules as library
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 
 from .conftest import ALL_VARIANTS, CAPTURE_MODES, HIDDEN, LOADING
 

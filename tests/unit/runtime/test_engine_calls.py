@@ -29,7 +29,7 @@ from attnres_aot import (
 )
 from attnres_aot.runtime import api, consumer
 from attnres_aot.runtime.cuda import device as torch_device
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.variants import consumer_key
 
 from .conftest import ALL_VARIANTS, CAPTURED, HIDDEN, LOADING

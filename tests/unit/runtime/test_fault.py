@@ -13,7 +13,7 @@ import pytest
 import attnres_aot
 from attnres_aot.errors import DriverError, UsageError
 from attnres_aot.runtime.cuda import fault
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.variants import ConsumerKey
 
 HIDDEN = 1024

@@ -8,7 +8,7 @@ import torch
 import attnres_aot
 from attnres_aot.errors import OperandError, UsageError, VariantMissError
 from attnres_aot.runtime import api
-from attnres_aot.runtime.miss import nearest
+from attnres_aot.runtime.find.miss import nearest
 from attnres_aot.spec.variants import ConsumerKey, parse_variant
 
 HIDDEN = 1024

@@ -23,7 +23,7 @@ from attnres_aot import (
 from attnres_aot.runtime import api
 from attnres_aot.runtime.cuda import device as torch_device
 from attnres_aot.runtime.cuda.device import open_memory_of
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.params import PUBLISH_PARAMS, STATISTICS_PARAMS
 
 from .conftest import HIDDEN

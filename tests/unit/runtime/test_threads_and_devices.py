@@ -10,7 +10,7 @@ import pytest
 import attnres_aot
 from attnres_aot.errors import DriverError
 from attnres_aot.runtime import api
-from attnres_aot.runtime.loaded import LoadedBundle
+from attnres_aot.runtime.find.loaded import LoadedBundle
 
 THREADS = 8
 LAUNCHES = 300

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.copies import BoundToMemory
 from attnres_aot.runtime.cuda.fault import Owner, open_record
+from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.find.miss import variant_miss
 from attnres_aot.runtime.launch.binding import Binding, Ring, Statistics, check_apart, make_ring, make_statistics
+from attnres_aot.runtime.launch.copies import BoundToMemory
+from attnres_aot.runtime.launch.pdl import Pdl, check_pdl
 from attnres_aot.runtime.launch.route import Route
-from attnres_aot.runtime.loaded import LoadedBundle
-from attnres_aot.runtime.miss import variant_miss
 from attnres_aot.runtime.operands.weights import check_eps, check_weights
-from attnres_aot.runtime.pdl import Pdl, check_pdl
 from attnres_aot.spec.variants import ConsumerKey, KeyLike, Variant, consumer_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from attnres_aot.runtime.fallback import Fallback
+    from attnres_aot.runtime.launch.fallback import Fallback
 
 
 class BoundConsumer(BoundToMemory):

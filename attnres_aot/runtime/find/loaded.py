@@ -18,7 +18,7 @@ from attnres_aot.errors import BundleError, DriverError, UsageError, clip
 from attnres_aot.runtime.cuda.device import TorchDevice
 from attnres_aot.runtime.cuda.fault import open_record
 from attnres_aot.runtime.cuda.modules import LoadedKernel, load_kernel
-from attnres_aot.runtime.miss import producer_miss, variant_miss
+from attnres_aot.runtime.find.miss import producer_miss, variant_miss
 from attnres_aot.spec.params import KERNEL_PARAMS, Param
 from attnres_aot.spec.variants import MAX_BLOCKS, PUBLISH, ConsumerKey, KeyLike, Producer, Variant, consumer_key
 
