@@ -1,4 +1,4 @@
-"""A `dataclass` decorator for frozen, slotted records that is cheap at import.
+"""The `record` decorator, a dataclass decorator for frozen, slotted records that is cheap at import.
 
 The standard decorator writes and compiles five methods of a frozen, slotted class, which takes about half a
 millisecond; what a deployment imports has thirty such classes. Here those methods are closures instead. Everything else
@@ -14,14 +14,14 @@ from operator import attrgetter, ge, gt, le, lt
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass
+    from dataclasses import dataclass as record
 
-__all__ = ["dataclass", "maker"]
+__all__ = ["maker", "record"]
 
 _ORDERINGS: dict[str, Callable[[Any, Any], bool]] = {"lt": lt, "le": le, "gt": gt, "ge": ge}
 
 
-def _dataclass(
+def _record(
     *,
     frozen: bool,
     slots: bool,
@@ -57,7 +57,7 @@ def _dataclass(
 
 
 if not TYPE_CHECKING:
-    dataclass = _dataclass
+    record = _record
 
 
 def maker(made: type, names: Sequence[str]) -> Callable[[Iterable[Any]], Any]:
@@ -66,10 +66,10 @@ def maker(made: type, names: Sequence[str]) -> Callable[[Iterable[Any]], Any]:
     setters = [made.__dict__[name].__set__ for name in names]
 
     def make(values: Iterable[Any]) -> Any:
-        record = new(made)
+        made_one = new(made)
         for put, value in zip(setters, values):  # noqa: B905 - equal by contract; strict costs time
-            put(record, value)
-        return record
+            put(made_one, value)
+        return made_one
 
     return make
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from attnres_aot.errors import BundleError, clip
-from attnres_aot.records import dataclass, maker
+from attnres_aot.records import maker, record
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ _Reader = Callable[[Any, str, str], Any]
 """Turns JSON data (value, where, field name) into a value of one type, or raises BundleError."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _Layout:
     """How a record is read."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from attnres_aot.bundle.decoding import decode
 from attnres_aot.errors import BundleError, clip
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.spec.params import Param
 
 SCHEMA = 2
@@ -38,7 +38,7 @@ _SHOW_DIGITS = bytes(b"0"[0] if byte in b"0123456789" else b"."[0] for byte in r
 _MAX_MESSAGE = 2000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ArchRecord:
     """Which GPU architecture the bundle's code is for."""
 
@@ -48,7 +48,7 @@ class ArchRecord:
     """The arch that the binaries themselves name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
     """Geometry of the model that the bundle serves."""
 
@@ -62,7 +62,7 @@ class ModelRecord:
     """Layers at the start of the model without experts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class MailboxRecord:
     """Geometry of the mailboxes that the ring variants were planned for."""
 
@@ -72,7 +72,7 @@ class MailboxRecord:
     """Slot counts that ring variants exist for, ascending."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class TableRecord:
     """The statistics tables of one deployment."""
 
@@ -86,7 +86,7 @@ class TableRecord:
     """Batch table: nb -> 1 where precomputed statistics are used."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class BudgetRecord:
     """What the build allowed an image to use."""
 
@@ -96,7 +96,7 @@ class BudgetRecord:
     """Shared memory that the kernel declares, bytes per CTA."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ImageRecord:
     """One compiled image: a cubin with one kernel, and the facts needed to launch it."""
 
@@ -141,7 +141,7 @@ class ImageRecord:
     """sha256 of everything that decides the image's bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One image of a variant, for launches of up to `max_rows` rows."""
 
@@ -151,7 +151,7 @@ class Choice:
     """Largest row count served, or None for no limit; choices are in ascending order and the last has None."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class VariantRecord:
     """One variant and the images that serve it."""
 
@@ -177,7 +177,7 @@ class VariantRecord:
     """(tp, dcp) pairs that need the variant, ascending."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ProducerRecord:
     """One producer of what variants take, and the images that serve it."""
 
@@ -193,7 +193,7 @@ class ProducerRecord:
     """(tp, dcp) pairs that need the producer, ascending."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything that a bundle promises."""
 

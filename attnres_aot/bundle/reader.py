@@ -18,13 +18,13 @@ from attnres_aot.bundle.limits import MAX_IMAGE_BYTES
 from attnres_aot.bundle.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, ImageRecord, Manifest, load_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.errors import BundleError, clip
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 
 _SHOWN_PROBLEMS = 20
 _SHOWN_CHARS = 400  # of each
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Bundle:
     """A bundle that has been read: a checked manifest, and its image files as they were at that moment."""
 

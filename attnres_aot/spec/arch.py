@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 
 from attnres_aot.errors import UsageError, did_you_mean
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 
 _NAME = re.compile(r"sm_([1-9][0-9]{0,3})([0-9])([af]?)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@record(frozen=True, slots=True, order=True)
 class Arch:
     """One GPU architecture target, e.g. `sm_100a`."""
 

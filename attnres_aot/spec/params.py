@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 
 KIND_BYTES = {"pointer": 8, "i32": 4, "i64": 8, "f32": 4}
 """Bytes of one parameter, by kind."""
@@ -20,7 +20,7 @@ MIN_EPS = 1e-30
 """Smallest epsilon: a kernel takes reciprocal square roots of normal fp32 numbers only, and 1/256 of this is one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Param:
     """One kernel parameter."""
 

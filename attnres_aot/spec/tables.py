@@ -17,7 +17,7 @@ import itertools
 import re
 
 from attnres_aot.errors import UsageError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 
 Value = int | tuple[int, ...] | str
 """What an entry maps to: an integer, a dotted tuple of integers, or a name."""
@@ -29,7 +29,7 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_-]*"
 _EXAMPLE = "1-8:1,64:0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Span:
     """One entry: the numbers `first`..`last` map to `value`."""
 
@@ -45,7 +45,7 @@ class Span:
         return f"{numbers}:{format_value(self.value)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class BatchTable:
     """A table as written: its entries in order, which may overlap."""
 

@@ -21,7 +21,7 @@ from operator import index
 from typing import ClassVar
 
 from attnres_aot.errors import UsageError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 
 ELEMS_PER_CTA = 1024
 """Row elements that one CTA of a cluster handles; the last of a row may have fewer."""
@@ -56,7 +56,7 @@ _CONSUMER_IMAGE = r"h([0-9]{1,6})-(?:stats|nb([0-9]{1,4}))(-delta)?(-final)?(?:-
 _PRODUCER_IMAGE = r"h([0-9]{1,6})-(?:publish|statistics-nb([0-9]{1,4}))"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@record(frozen=True, slots=True, kw_only=True, order=True)
 class ConsumerKey:
     """Which consumer of the model: the four facts that a decoder layer fixes."""
 
@@ -98,7 +98,7 @@ def consumer_key(key: KeyLike) -> ConsumerKey:
         ) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One consumer that a caller can ask for."""
 
@@ -130,7 +130,7 @@ def variant_name(nb: int, has_delta: bool, write: int | None, final: bool, slots
     return f"nb{nb}{delta}{written}{last}{ring}{'-aux' if aux else ''}{'-stats' if stats else ''}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Producer:
     """One producer that a caller can ask for."""
 
@@ -148,7 +148,7 @@ class Producer:
         return (self.kernel == PUBLISH, self.nb or 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ConsumerSpec:
     """Everything that the compiled code of a consumer depends on, other than arch and toolchain."""
 
@@ -192,7 +192,7 @@ class ConsumerSpec:
         return (self.hidden, self.slots, nb, self.final, not self.has_delta, self.wide)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class StatisticsSpec:
     """Everything that the compiled code of a statistics producer depends on, other than arch and toolchain."""
 
@@ -213,7 +213,7 @@ class StatisticsSpec:
         return -(-self.hidden // ELEMS_PER_CTA)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class PublishSpec:
     """Everything that the compiled code of a publisher depends on, other than arch and toolchain."""
 
@@ -257,7 +257,7 @@ def producers_for(variant: Variant) -> tuple[Producer, ...]:
     return (*statistics, *((Producer(kernel=PUBLISH),) if variant.slots else ()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class SpecChoice:
     """One of the images that serve a variant, by row count."""
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from attnres_aot.errors import DriverError, OperandError, UsageError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.cuda.driver import Current, Relaxed, open_driver
 
 _CAPTURE_IMPLICIT = 906  # the legacy stream was asked about while another stream was being captured
 _opened: set[tuple[int, int]] = set()  # (device, device whose memory it may access)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TorchDevice:
     """One CUDA device, as torch and as the driver name it."""
 

@@ -18,7 +18,7 @@ import threading
 import weakref
 
 from attnres_aot.errors import UsageError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.cuda.driver import Current, Driver, Relaxed, open_driver
 from attnres_aot.spec.variants import Variant
 
@@ -46,7 +46,7 @@ class Owner:
                 _owners[self.number] = self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class LaunchKind:
     """What launches of several objects have in common; the part of a fault that outlives them."""
 
@@ -58,7 +58,7 @@ class LaunchKind:
     """Polls for its rows after which it gives up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class RingLaunch:
     """Which launch gave up."""
 
@@ -74,7 +74,7 @@ class RingLaunch:
     """Polls for its rows after which it gives up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class RingFault:
     """What a ring kernel was waiting for when it gave up."""
 

@@ -13,7 +13,7 @@ import threading
 from attnres_aot.bundle.manifest import ImageRecord
 from attnres_aot.bundle.reader import Bundle, read_image
 from attnres_aot.errors import BundleError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.cuda.device import TorchDevice
 from attnres_aot.runtime.cuda.driver import Current, Driver, Relaxed, open_driver
 from attnres_aot.spec.params import Param
@@ -23,7 +23,7 @@ _DEFAULT_DYNAMIC_SMEM = 48 << 10  # bytes that any kernel may use without asking
 _NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LoadedKernel:
     """A kernel that is loaded on one device and ready to launch."""
 
@@ -35,7 +35,7 @@ class LoadedKernel:
     """The driver's handle of the kernel on this device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class _Kernel:
     """A kernel that the driver has read."""
 

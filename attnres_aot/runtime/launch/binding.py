@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.cuda.fault import LaunchKind, Owner, fault_arguments
 from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.launch.pdl import EARLY, Pdl
@@ -23,7 +23,7 @@ from attnres_aot.spec.variants import ConsumerKey, Variant
 _MAX_SPIN_BUDGET = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Ring:
     """A bound mailbox."""
 
@@ -45,7 +45,7 @@ class Ring:
         return self.mailbox.shape[1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Statistics:
     """Bound statistics of the saved blocks."""
 
@@ -57,7 +57,7 @@ class Statistics:
     """Row counts whose launches take them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Binding:
     """Everything that launches of a route have in common."""
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.operands.weights import AttnResWeights
 from attnres_aot.spec.variants import Variant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False)
 class Missed:
     """A launch that the bundle holds no code for, handed to a fallback, which does all of its work in place."""
 

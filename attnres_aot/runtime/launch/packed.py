@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from attnres_aot.errors import DriverError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.cuda.device import TorchDevice
 from attnres_aot.runtime.cuda.driver import WRONG_CONTEXT, Current, Driver
 from attnres_aot.runtime.cuda.fault import read_fault
@@ -65,7 +65,7 @@ class Slot:
         self.stream = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Order:
     """What a plan is to launch."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.operands.memory import memory_problems
 from attnres_aot.runtime.operands.progressions import Ranges, ranges_touch
 
@@ -25,7 +25,7 @@ _ELEM_BYTES = 2
 _MAX_ROWS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Expected:
     """What one operand of a consumer has to be."""
 
@@ -39,7 +39,7 @@ class Expected:
     """None for an operand [rows, H]; n for [rows, B, H] with B >= n."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class View:
     """Geometry of one operand that passed."""
 

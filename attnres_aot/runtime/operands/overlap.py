@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnres_aot.errors import OperandError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.operands.geometry import ALIGNMENT, View, rows_touch
 from attnres_aot.runtime.operands.progressions import Ranges, ranges_touch
 
@@ -27,7 +27,7 @@ _LAYOUTS = 8
 _BEHIND_ALL = 1 << 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False)
 class Fixed:
     """Bound memory that stays where it is from launch to launch."""
 
@@ -63,7 +63,7 @@ class PlacedCheck:
             raise OperandError("\n".join(_misplaced(self._names, pointers)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False)
 class _Layout:
     """How operands lay in memory without touching."""
 

@@ -8,10 +8,10 @@ floors, and such a sum is found as a greatest common divisor is (Graham, Knuth, 
 
 from __future__ import annotations
 
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranges:
     """Byte ranges of one size at equal distances."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnres_aot.errors import OperandError, UsageError
-from attnres_aot.records import dataclass
+from attnres_aot.records import record
 from attnres_aot.runtime.operands.geometry import vector_problems
 from attnres_aot.spec.params import MIN_EPS
 from attnres_aot.spec.variants import ConsumerKey
@@ -40,7 +40,7 @@ WEIGHT_NAMES = ("weights.norm", "weights.query", "weights.out_norm")
 """What messages call them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Target:
     """What a layer or backbone says about its consumer."""
 
