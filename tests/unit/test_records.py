@@ -12,7 +12,7 @@ import pytest
 from attnres_aot import records
 
 
-@records.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@records.record(frozen=True, slots=True, kw_only=True, order=True)
 class Quick:
     """A record."""
 
@@ -30,7 +30,7 @@ class Standard:
     second: str = "two"
 
 
-@records.dataclass(frozen=True, slots=True)
+@records.record(frozen=True, slots=True)
 class Point:
     """A record of positions."""
 
@@ -41,7 +41,7 @@ class Point:
         return f"at {self.x}"
 
 
-@records.dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@records.record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Handle:
     """A record that is nothing but itself."""
 
