@@ -36,6 +36,9 @@ __asm__(".symver dlerror,dlerror@" OLD_GLIBC);
 __asm__(".symver dladdr,dladdr@" OLD_GLIBC);
 #endif
 
+// pthread_atfork without the part of it that libc links statically; there is no handle, as the library stays loaded.
+extern "C" int __register_atfork(void (*)(), void (*)(), void (*)(), void*);
+
 inline void* operator new(size_t, void* place) noexcept { return place; }
 
 namespace {
@@ -411,7 +414,7 @@ bool open_driver_locked(Failure& failure) {
     return failure.of(kDriver);
   }
   if (status) return refused(status, "start", failure);
-  pthread_atfork(nullptr, nullptr, mark_forked);
+  __register_atfork(nullptr, nullptr, mark_forked, nullptr);
   __atomic_store_n(&driver_open, true, __ATOMIC_RELEASE);
   return true;
 }

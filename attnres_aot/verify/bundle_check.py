@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from attnres_aot.bundle.folder import Folder, read_at_once
 from attnres_aot.bundle.manifest import (
     MANIFEST_NAME,
     ImageRecord,
+    LibraryRecord,
     Manifest,
     decode_manifest,
     digest_problem,
@@ -29,6 +30,7 @@ from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageErro
 from attnres_aot.spec.params import KERNEL_PARAMS
 from attnres_aot.verify.derive import FROM_SOURCES, Derivation, is_of_this_release
 from attnres_aot.verify.difference import differences
+from attnres_aot.verify.library_check import library_problems
 
 _SHOWN_CHARS = 500  # of one problem
 
@@ -96,7 +98,7 @@ def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_NAME}: changed after the build: {problem}"
     elif data != dump_manifest(manifest):
         yield f"{MANIFEST_NAME}: not in canonical form; it was edited after the build"
-    yield from _folder_problems(folder, manifest.images)
+    yield from _folder_problems(folder, (*manifest.images, *manifest.libraries))
     unusable = manifest_problems(manifest)
     yield from unusable
     derivation = None
@@ -115,11 +117,15 @@ def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
             yield f"image {image.name!r:.140}: {error}"
     if derivation is not None:
         yield from (f"images.{name}: not in the manifest; built again it would be" for name in derivation.missing)
-        yield from differences(to_json(manifest), to_json(derivation.assemble(records)))
+        assembled = replace(derivation.assemble(records), libraries=manifest.libraries)
+        yield from differences(to_json(manifest), to_json(assembled))
+    for library in () if unusable else manifest.libraries:
+        for problem in library_problems(folder, library, manifest):
+            yield f"library {library.file!r:.140}: {problem}"
 
 
-def _folder_problems(folder: Folder, images: Iterable[ImageRecord]) -> Iterator[str]:
-    expected = {MANIFEST_NAME, *(image.file for image in images)}
+def _folder_problems(folder: Folder, records: Iterable[ImageRecord | LibraryRecord]) -> Iterator[str]:
+    expected = {MANIFEST_NAME, *(record.file for record in records)}
     try:
         names = folder.names()
     except BundleError as error:
