@@ -122,7 +122,7 @@ def read_payload(payload: bytes, where: str) -> tuple[Embedded, ...]:
         raise BundleError(f"{where}: changed after it was built; build or copy the library again")
     try:
         return tuple(_embedded(payload, at, where) for at in tables[:count])
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError, OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{where}: damaged: {error}; build or copy the library again") from error
 
 
@@ -144,7 +144,7 @@ def _section(data: bytes) -> bytes | None:
 
 def _embedded(payload: bytes, at: int, where: str) -> Embedded:
     table = TABLE_RECORD.unpack_from(payload, at)
-    data = _slice(payload, Ref(*table[_MANIFEST_AT : _MANIFEST_AT + 2]), MAX_MANIFEST_BYTES)
+    data = _unpacked(_slice(payload, Ref(*table[_MANIFEST_AT : _MANIFEST_AT + 2]), MAX_MANIFEST_BYTES))
     manifest = load_manifest(data, where)
     if problems := manifest_problems(manifest):
         raise BundleError(f"{where}: the manifest contradicts itself; build it again: {problems[0]}")
@@ -156,6 +156,17 @@ def _embedded(payload: bytes, at: int, where: str) -> Embedded:
         fields = IMAGE_RECORD.unpack_from(payload, images.offset + number * IMAGE_RECORD.size)
         files[image.file] = _slice(payload, Ref(*fields[4:6]), MAX_IMAGE_BYTES)
     return Embedded(manifest=manifest, manifest_bytes=data, files=files)
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Returns a compressed manifest, of bounded size."""
+    import bz2  # only libraries need it
+
+    decompressor = bz2.BZ2Decompressor()
+    unpacked = decompressor.decompress(data, MAX_MANIFEST_BYTES + 1)
+    if not decompressor.eof or len(unpacked) > MAX_MANIFEST_BYTES:
+        raise IndexError(f"the manifest is larger than {MAX_MANIFEST_BYTES} bytes, or cut off")
+    return unpacked
 
 
 def _slice(payload: bytes, ref: Ref, most: int) -> bytes:

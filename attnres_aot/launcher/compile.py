@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from attnres_aot.launcher.compilers import Compiler, find_headers, run_compiler
@@ -28,11 +27,12 @@ TVM_FFI_FUNCTIONS = (
 """Everything that a library takes from libtvm_ffi."""
 
 _COMPILE = (
-    "-std=c++17", "-O2", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
-    "-fno-asynchronous-unwind-tables", "-fno-stack-protector", "-ffunction-sections", "-fdata-sections", "-g0",
+    "-std=c++17", "-Os", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-fno-asynchronous-unwind-tables", "-fno-unwind-tables", "-fno-stack-protector", "-ffunction-sections",
+    "-fdata-sections", "-g0",
 )  # fmt: skip
 _LINK = (
-    "-shared", "-nodefaultlibs", "-s", "-Wl,--gc-sections", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,relro",
+    "-shared", "-nodefaultlibs", "-s", "-Wl,--gc-sections", "-Wl,-z,defs", "-Wl,-z,now",
     "-Wl,-z,nodelete", "-Wl,-z,noexecstack", "-Wl,--build-id=none", "-Wl,--no-as-needed",
 )  # fmt: skip
 # nodelete: what a captured graph launches must stay, whoever lets go of the library
@@ -79,7 +79,7 @@ class LauncherObjects:
         # By file name where libc holds them by now: an older one does not, and needs them.
         system = ["-ldl", "-lpthread"] if self._compiler.is_zig else ["-l:libdl.so.2", "-l:libpthread.so.0", "-lgcc"]
         libraries = ["-L.", "-ltvm_ffi", *system, "-lc"]
-        arguments = [*_LINK, f"-Wl,-soname,{name}", "launcher.o", "embed.o", *libraries, "-o", "library.so"]
+        arguments = [*_LINK, *self._compiler.host.link_flags, f"-Wl,-soname,{name}", "launcher.o", "embed.o", *libraries, "-o", "library.so"]
         run_compiler(self._compiler, [*host, *arguments], folder)
         return (folder / "library.so").read_bytes()
 
@@ -98,7 +98,3 @@ def library_name(bundle: str, host: str) -> str:
       host: name of a host.
     """
     return f"attnres_{bundle}.{host}.so"
-
-
-Payloads = Mapping[str, bytes]
-"""Library file name -> payload."""

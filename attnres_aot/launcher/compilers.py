@@ -27,14 +27,26 @@ class Host:
     """ELF machine, as pyelftools names it."""
     flags: tuple[str, ...]
     """Compiler flags for a CPU of the oldest kind."""
-    gnu_flags: tuple[str, ...] = ()
+    gnu_flags: tuple[str, ...]
     """Beside them for GCC."""
+    link_flags: tuple[str, ...]
+    """For linking."""
 
 
 HOSTS = {
-    "x86_64": Host(name="x86_64", machine="EM_X86_64", flags=("-march=x86-64",), gnu_flags=("-fcf-protection=none",)),
+    "x86_64": Host(
+        name="x86_64",
+        machine="EM_X86_64",
+        flags=("-march=x86-64",),
+        gnu_flags=("-fcf-protection=none",),
+        link_flags=("-Wl,-z,relro",),
+    ),
     "aarch64": Host(
-        name="aarch64", machine="EM_AARCH64", flags=("-march=armv8-a",), gnu_flags=("-mno-outline-atomics",)
+        name="aarch64",
+        machine="EM_AARCH64",
+        flags=("-march=armv8-a",),
+        gnu_flags=("-mno-outline-atomics",),
+        link_flags=("-Wl,-z,norelro",),  # pages may have 64 KB, which a file with relro would be filled up to
     ),
 }
 """Hosts that libraries can be built for: GB200, GB300 and GH200 have aarch64 ones."""

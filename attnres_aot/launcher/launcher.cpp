@@ -2603,9 +2603,10 @@ bool method_load_image(Object& self, const Arguments& given, TVMFFIAny* result, 
   return failure.of(kUsage);
 }
 
-bool method_manifest(Object& self, const Arguments&, TVMFFIAny* result, Failure& failure) {
-  Text text = self.device->record().manifest;
-  return return_text(result, bytes_of(text), text.size, failure);
+bool method_description(Object& self, const Arguments&, TVMFFIAny* result, Failure& failure) {
+  Words words;
+  words << self.device->record().name << " for " << self.device->record().arch << " on " << *self.device;
+  return return_text(result, words.c_str(), words.size(), failure);
 }
 
 bool method_bind_ring(Object& self, const Arguments& given, TVMFFIAny* result, Failure& failure) {
@@ -2660,7 +2661,7 @@ const Method kMethods[] = {
     {kTableObject, "statistics_rows", method_statistics_rows, 2, 2, "(tp, dcp)"},
     {kTableObject, "statistics_blocks", method_statistics_blocks, 2, 2, "(tp, dcp)"},
     {kTableObject, "load_image", method_load_image, 1, 1, "(name)"},
-    {kTableObject, "manifest", method_manifest, 0, 0, "()"},
+    {kTableObject, "description", method_description, 0, 0, "()"},
     {kConsumerObject, "bind_ring", method_bind_ring, 1, 4, "(mailbox, spin_budget=0, fault=0, fault_tag=0)"},
     {kConsumerObject, "bind_aux", method_bind_aux, 0, 0, "()"},
     {kConsumerObject, "bind_statistics", method_bind_statistics, 3, 3, "(mixture, scal, rows)"},
@@ -2847,12 +2848,16 @@ EXPORT(launch_problem) {  // () -> str or None: why nothing can be launched in t
   return return_text(result, failure.words.c_str(), failure.words.size(), telling) ? 0 : fail(telling);
 }
 
-EXPORT(manifests) {  // () -> str: the manifests of all bundles that are inside, one after another
+EXPORT(description) {  // () -> str: what is inside; needs no driver
   Failure failure;
   Words words;
   result->type_index = kTVMFFINone;
-  if (!counted("manifests", "()", 0, 0, count, failure)) return fail(failure);
+  if (!counted("description", "()", 0, 0, count, failure)) return fail(failure);
   (void)items;
-  for (uint32_t index = 0; index < header().bundles; ++index) words << table_record(index).manifest;
+  for (uint32_t index = 0; index < header().bundles; ++index) {
+    const TableRecord& record = table_record(index);
+    words.line() << record.name << " for " << record.arch << ", " << record.images.count << " images, "
+                 << record.variants.count << " variants, " << record.producers.count << " producers";
+  }
   return return_text(result, words.c_str(), words.size(), failure) ? 0 : fail(failure);
 }

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,12 +88,16 @@ def make_libraries(contents: Contents, hosts: Sequence[str], found: Sequence[Lib
     present = {library.record.host: library for library in found}
     compilers = {host: find_compiler(HOSTS[host]) for host in hosts if host not in present}
     payload = payload_for(contents) if compilers else b""
-    made = list(present.values())
-    for host, compiler in compilers.items():
-        name = file_name(contents, host)
+
+    def make(compiler: Compiler) -> Library:
+        name = file_name(contents, compiler.host.name)
         with LauncherObjects(compiler) as objects:
             data = objects.link(name, payload)
-        made.append(_prove(name, data, payload, host, (compiler.version, _build_key(name, payload, compiler))))
+        origin = (compiler.version, _build_key(name, payload, compiler))
+        return _prove(name, data, payload, compiler.host.name, origin)
+
+    with ThreadPoolExecutor(max_workers=len(HOSTS)) as threads:  # compilers are processes of their own
+        made = [*present.values(), *threads.map(make, compilers.values())]
     return sorted(made, key=lambda library: library.record.file)
 
 

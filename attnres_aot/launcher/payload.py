@@ -2,13 +2,14 @@
 
     header    magic, number of bundles, digest of the rest, an offset of a table per bundle
     tables    records of fixed size, as `launcher.cpp` declares them, with offsets from the start of the payload
-    pool      numbers, texts, manifests, images; images on multiples of 64 bytes
+    pool      numbers, texts, manifests (bzip2, of which every release makes the same bytes), images on multiples of 64
 
 Equal manifests and images give equal bytes. `attnres_aot.bundle.shared_object` reads the part that a loader needs.
 """
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
@@ -102,7 +103,7 @@ def _table(pool: _Pool, manifest: Manifest, files: Mapping[str, bytes], advice: 
         *pool.text(arch.rule()),
         *pool.text(driver_text(oldest)),
         *pool.text(advice),
-        *pool.text(dump_manifest(manifest).decode("ascii")),
+        *pool.add(bz2.compress(dump_manifest(manifest))),
         *_kernels(pool, manifest),
         *_images(pool, manifest, files),
         *_variants(pool, manifest, places),
