@@ -100,6 +100,10 @@ class PreparedProducer(BoundToMemory, ABC):
         """Returns what the tensor that is passed with each launch must be."""
 
     @abstractmethod
+    def _arguments(self) -> tuple[Any, ...]:
+        """Returns what the object was made of, as a library takes it."""
+
+    @abstractmethod
     def _check_room(self, rows: int) -> None:
         """Raises OperandError where there is no room for that many rows."""
 
@@ -165,21 +169,24 @@ class PreparedProducer(BoundToMemory, ABC):
             raise OperandError(
                 f"pdl was asked for, but the code of {self._producer} does not support it; leave pdl off"
             )
-        return Plan(
-            Order(
-                driver=open_driver(),
-                kernel=kernel,
-                device=device,
-                constants=self._constants(view),
-                pointers=(self._pointer(),),
-                rows=view.rows,
-                pdl=self._pdl,
-                accepts=make_guard((tensor,)),
-                check=AddressCheck((view,), self._written(view)) if self._checks else PlacedCheck((view,)),
-                moved=watch([each for _, each in bound]) if self._checks else never_moves,
-                what=f"{self._producer} for {view.rows} rows",
-            )
+        order = Order(
+            driver=open_driver(),
+            kernel=kernel,
+            device=device,
+            constants=self._constants(view),
+            pointers=(self._pointer(),),
+            rows=view.rows,
+            pdl=self._pdl,
+            accepts=make_guard((tensor,)),
+            check=AddressCheck((view,), self._written(view)) if self._checks else PlacedCheck((view,)),
+            moved=watch([each for _, each in bound]) if self._checks else never_moves,
+            what=f"{self._producer} for {view.rows} rows",
         )
+        if bundle.plans:
+            made: Any = bundle
+            given = (*self._arguments(), self._pdl, self._checks)
+            return made.plan_producer(order, self._producer.kernel, given, tensor)  # type: ignore[no-any-return]
+        return Plan(order)
 
 
 def _forget_all_plans() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -112,6 +114,9 @@ class PreparedPublish(PreparedProducer):
 
     def _bound(self) -> list[tuple[str, torch.Tensor]]:
         return [("the mailbox", self._mailbox)]
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return (self._mailbox, self._slot)
 
     def _check_room(self, rows: int) -> None:
         capacity = self._mailbox.shape[1]

@@ -138,6 +138,10 @@ class PreparedStatistics(PreparedProducer):
         outputs = [("mixture", self._statistics.mixture), ("scal", self._statistics.scal)]
         return [("norm", self._norm), ("query", self._query), *outputs]
 
+    def _arguments(self) -> tuple[Any, ...]:
+        bound = self._statistics
+        return (self._norm, self._query, self._eps, bound.mixture, bound.scal, self._nb)
+
     def _check_room(self, rows: int) -> None:
         room = self._statistics.mixture.shape[0]
         if rows > room:

@@ -107,7 +107,8 @@ def _make(binding: Binding, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         moved=watch([tensor for _, tensor in binding.bound(variant)]) if binding.watched else never_moves,
         what=f"{variant} for {rows} rows",
     )
-    return Plan(order)
+    bundle: Any = binding.bundle
+    return bundle.plan_consumer(order, binding, tensors) if bundle.plans else Plan(order)
 
 
 def _geometry_key(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:
