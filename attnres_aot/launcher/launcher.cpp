@@ -2644,7 +2644,6 @@ bool method_plan_produce(Object& self, const Arguments& given, TVMFFIAny* result
   free(fixed);
   return false;
 }
-bool method_function(Object& self, const Arguments& given, TVMFFIAny* result, Failure& failure);
 
 const char* const kConsumerTakes =
     "(norm, query, out_norm, nb, has_delta, write, final, eps, out_eps, pdl=False, checks=True)";
@@ -2669,13 +2668,10 @@ const Method kMethods[] = {
     {kConsumerObject, "run_ring", method_run_ring, 3, 4, kRunRingTakes},
     {kConsumerObject, "plan_run", method_plan_run, 4, 5, kRunTakes},
     {kConsumerObject, "plan_run_ring", method_plan_run_ring, 3, 4, kRunRingTakes},
-    {kConsumerObject, "function", method_function, 1, 1, "(name)"},
     {kStatisticsObject, "run", method_produce, 1, 1, "(blocks)"},
     {kStatisticsObject, "plan_run", method_plan_produce, 1, 1, "(blocks)"},
-    {kStatisticsObject, "function", method_function, 1, 1, "(name)"},
     {kPublishObject, "run", method_produce, 1, 1, "(rows)"},
     {kPublishObject, "plan_run", method_plan_produce, 1, 1, "(rows)"},
-    {kPublishObject, "function", method_function, 1, 1, "(name)"},
 };
 
 int invoke(const Method& method, Object& self, const TVMFFIAny* items, int count, TVMFFIAny* result) {
@@ -2716,10 +2712,10 @@ void delete_bound(void* handle) {
   free(bound);
 }
 
-bool method_function(Object& self, const Arguments& given, TVMFFIAny* result, Failure& failure) {
+bool bind_method(Object& self, const TVMFFIAny& name, TVMFFIAny* result, Failure& failure) {
   const char* data = "";
   size_t size = 0;
-  text_of(given.items[0], &data, &size);
+  text_of(name, &data, &size);
   for (const Method& method : kMethods)
     if (method.kind == self.kind && strlen(method.name) == size && memcmp(method.name, data, size) == 0) {
       auto* bound = static_cast<BoundMethod*>(calloc(1, sizeof(BoundMethod)));
@@ -2727,11 +2723,11 @@ bool method_function(Object& self, const Arguments& given, TVMFFIAny* result, Fa
       TVMFFIObjectIncRef(&self.head);
       return return_function(result, bound, call_bound, delete_bound, failure);
     }
-  failure.words << "a " << kObjectNames[self.kind] << " has no method " << given.items[0];
+  failure.words << "a " << kObjectNames[self.kind] << " has no method " << name;
   return failure.of(kUsage);
 }
 
-// Types are this library's alone: their names hold its digest. A second copy of the file in one process finds them.
+// Types are this library's alone: their names hold its address, as another copy of the file has other state.
 void register_types() {
   static Mutex mutex;
   if (__atomic_load_n(&types_ready, __ATOMIC_ACQUIRE)) return;
@@ -2739,14 +2735,13 @@ void register_types() {
   if (types_ready) return;
   for (int kind = 0; kind < kObjectKinds; ++kind) {
     Words name;
-    name << "attnres_aot.";
-    name.add(header().digest, 32) << "." << kObjectNames[kind];
+    name.format("attnres_aot.at%llx.", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(attnres_payload)))
+        << kObjectNames[kind];
     TVMFFIByteArray key = {name.c_str(), name.size()};
-    int32_t known = TVMFFITypeGetOrAllocIndex(&key, -1, 1, 0, 0, -2);
-    object_types[kind] = known >= 0 ? known : TVMFFITypeGetOrAllocIndex(&key, -1, 1, 0, 0, kTVMFFIObject);
+    object_types[kind] = TVMFFITypeGetOrAllocIndex(&key, -1, 1, 0, 0, kTVMFFIObject);
     for (const Method& method : kMethods) {
       TVMFFIObjectHandle function = nullptr;
-      if (known >= 0 || method.kind != kind ||
+      if (method.kind != kind ||
           TVMFFIFunctionCreate(const_cast<Method*>(&method), call_method, nullptr, &function) != 0)
         continue;
       TVMFFIMethodInfo info = {};
@@ -2824,6 +2819,19 @@ EXPORT(prepare_statistics) {
 
 EXPORT(prepare_publish) {
   return prepare(prepare_publish, "prepare_publish", kPublishTakes, 2, 4, 1, items, count, result);
+}
+
+EXPORT(method) {  // (object, name) -> Function: a method, bound, for callers to whom objects have none
+  Failure failure;
+  result->type_index = kTVMFFINone;
+  if (!counted("method", "(object, name)", 2, 2, count, failure)) return fail(failure);
+  register_types();
+  for (int32_t type : object_types)
+    if (items[0].type_index == type)
+      return bind_method(*reinterpret_cast<Object*>(items[0].v_obj), items[1], result, failure) ? 0 : fail(failure);
+  failure.words << "object is " << type_of(items[0]) << "; what this library has made is wanted";
+  failure.kind = kUsage;
+  return fail(failure);
 }
 
 EXPORT(ring_fault) {  // (device=None) -> str or None: what a launch was waiting for when its spin budget ran out
