@@ -14,6 +14,20 @@ from attnres_aot.spec.params import Param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedLaunch:
+    """How an image's kernel is launched, which its binary must be made for."""
+
+    params: tuple[Param, ...]
+    """The parameters that it must take."""
+    block_threads: int
+    """Threads per CTA, in x, that it must fix."""
+    smem_dynamic_bytes: int
+    """Shared memory that a launch adds, bytes per CTA; above 0 it must use shared memory."""
+    pdl: bool
+    """Whether it must wait for what it depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
     """What a manifest takes from a proven binary."""
 
@@ -39,8 +53,7 @@ def prove_image(
     symbol: str,
     arch: Arch,
     flavour: str,
-    params: tuple[Param, ...],
-    block_threads: int,
+    launch: AskedLaunch,
     budget: BudgetRecord,
 ) -> ImageFacts:
     """Checks that a binary is the image that was asked for.
@@ -50,8 +63,7 @@ def prove_image(
       symbol: What its one kernel must be called.
       arch: The target it must name, suffix included.
       flavour: The compiler's flavour that must have made it, e.g. `cu12`.
-      params: The parameter list its kernel must take.
-      block_threads: Threads per CTA, in x, that its kernel must fix.
+      launch: How it will be launched.
       budget: What it may use.
 
     Returns:
@@ -67,16 +79,16 @@ def prove_image(
     problems = []
     if facts.arch != arch:
         problems.append(f"arch: asked {arch}, the binary names {facts.arch}")
-    problems += flavour_problems(facts, flavour)
+    problems += _flavour_problems(facts, flavour)
     if len(facts.kernels) != 1:
         found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
         problems.append(f"kernels: asked for exactly one, found {len(facts.kernels)}: {found:.400}")
     else:
         if facts.kernels[0].symbol != symbol:
             problems.append(f"symbol: asked {symbol!r}, found {facts.kernels[0].symbol!r:.300}")
-        problems += launch_problems(facts.kernels[0], params=params, block_threads=block_threads)
+        problems += _launch_problems(facts.kernels[0], launch)
         problems += _resource_problems(facts.kernels[0], budget)
-        problems += convergence_problems(facts.kernels[0])
+        problems += _convergence_problems(facts.kernels[0])
     if problems:
         raise CompileError("the compiled image is not what was asked for: " + "; ".join(problems))
     kernel = facts.kernels[0]
@@ -91,33 +103,37 @@ def prove_image(
     )
 
 
-def flavour_problems(facts: CubinFacts, flavour: str) -> Iterator[str]:
+def _flavour_problems(facts: CubinFacts, flavour: str) -> Iterator[str]:
     """Yields a line if the binary was made by another flavour of the compiler than `flavour`."""
     if facts.flavour != flavour:
         made_by = facts.toolkit or "a compiler that does not name itself"
         yield f"flavour: asked {flavour}, the binary is of {facts.flavour or 'an unknown one'} ({made_by})"
 
 
-def launch_problems(kernel: KernelFacts, *, params: tuple[Param, ...], block_threads: int) -> Iterator[str]:
+def _launch_problems(kernel: KernelFacts, launch: AskedLaunch) -> Iterator[str]:
     """Yields the differences between a kernel and the launch that is prepared for it, one line each."""
-    asked = [(param.offset, param.size) for param in params]
+    asked = [(param.offset, param.size) for param in launch.params]
     found = [(param.offset, param.size) for param in kernel.params]
     if len(asked) != len(found):
         yield f"parameters: asked {len(asked)}, found {len(found)}"
-    for param, place in zip(params, found, strict=False):
+    for param, place in zip(launch.params, found, strict=False):
         if (param.offset, param.size) != place:
             yield (
                 f"parameter {param.name!r}: asked {param.size} bytes at offset {param.offset}, "
                 f"found {place[1]} bytes at offset {place[0]}"
             )
-    if kernel.block != (block_threads, 1, 1):
+    if kernel.block != (launch.block_threads, 1, 1):
         block = "none" if kernel.block is None else " x ".join(map(str, kernel.block))
-        yield f"threads per CTA: asked {block_threads} x 1 x 1, the binary fixes {block}"
+        yield f"threads per CTA: asked {launch.block_threads} x 1 x 1, the binary fixes {block}"
     if kernel.cluster is not None:
         yield f"cluster: asked for one set by the launch, the binary fixes {' x '.join(map(str, kernel.cluster))}"
+    if kernel.pdl != launch.pdl:
+        yield f"pdl: asked {launch.pdl}, found {kernel.pdl}"
+    if launch.smem_dynamic_bytes and not kernel.uses_smem:
+        yield f"dynamic shared memory: asked {launch.smem_dynamic_bytes} bytes, the kernel uses none"
 
 
-def convergence_problems(kernel: KernelFacts) -> Iterator[str]:
+def _convergence_problems(kernel: KernelFacts) -> Iterator[str]:
     """Yields what may go wrong because the threads of a warp are not together, one line each."""
     if kernel.split_shuffles:
         yield (

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from attnres_aot.binary.prove import prove_image
-from attnres_aot.builder.budgets import budget_for
+from attnres_aot.binary.prove import AskedLaunch, prove_image
 from attnres_aot.builder.image import FinishedImage
 from attnres_aot.builder.keys import BuildFacts, WantedImage
-from attnres_aot.bundle.audit import statistics_held
 from attnres_aot.bundle.manifest import (
     IMAGE_SUFFIX,
     SCHEMA,
@@ -20,32 +18,37 @@ from attnres_aot.bundle.manifest import (
     Manifest,
     ModelRecord,
     ProducerRecord,
+    SelectionRecord,
     TableRecord,
     VariantRecord,
 )
 from attnres_aot.plan.plan import Plan, PlannedVariant
 from attnres_aot.plan.settings import Deployment
-from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.params import KERNEL_PARAMS, Param
 from attnres_aot.spec.tables import BatchTable, Span
 from attnres_aot.spec.toolkits import cuda_text, oldest_driver
-from attnres_aot.spec.variants import kernel_symbol
+from attnres_aot.spec.variants import kernel_symbol, variant_name
 
 
-def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan, flavour: str) -> ImageRecord:
-    """Proves an image from its binary, made by `flavour`, and returns what the manifest says about it.
+def prove_record(wanted: WantedImage, image: FinishedImage, arch: Arch, flavour: str) -> ImageRecord:
+    """Proves an image for `arch` from its binary, made by `flavour`, and returns what the manifest says about it.
 
     Raises:
       CompileError: the binary is not what was asked for; says what was asked and what was found.
     """
-    budget = budget_for(wanted.launch)
     facts = prove_image(
         image.cubin,
         symbol=kernel_symbol(wanted.name),
-        arch=plan.arch,
+        arch=arch,
         flavour=flavour,
-        params=KERNEL_PARAMS[wanted.kernel],
-        block_threads=image.block_threads,
-        budget=budget,
+        launch=AskedLaunch(
+            params=wanted.params,
+            block_threads=image.block_threads,
+            smem_dynamic_bytes=image.smem_dynamic_bytes,
+            pdl=image.pdl,
+        ),
+        budget=wanted.budget,
     )
     return ImageRecord(
         name=wanted.name,
@@ -65,26 +68,46 @@ def prove_record(wanted: WantedImage, image: FinishedImage, plan: Plan, flavour:
         stack_bytes=facts.stack_bytes,
         spill_bytes=facts.spill_bytes,
         critical_instructions=facts.critical_instructions,
-        budget=budget,
+        budget=wanted.budget,
         build_key=wanted.key,
     )
 
 
-def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Manifest:
-    """Returns the manifest of a bundle of `images`, which are in the plan's order and all proven for its arch."""
-    config = plan.config
+def assemble(
+    plan: Plan,
+    facts: BuildFacts,
+    images: Sequence[ImageRecord],
+    *,
+    abis: Mapping[str, tuple[Param, ...]] = KERNEL_PARAMS,
+    oldest: str | None = None,
+) -> Manifest:
+    """Returns the manifest of a bundle of `images`, which are in the plan's order and all proven for its arch.
+
+    Args:
+      plan: what the bundle holds.
+      facts: what its images were compiled with.
+      images: what was proven of each.
+      abis: kernel -> the parameters that its images take.
+      oldest: the oldest CUDA version whose driver runs the images; None for what flavour and arch say.
+    """
+    config, selection = plan.config, plan.selection
     model, mailbox = config.model, config.mailbox
     variants = tuple(_variant_record(planned) for planned in plan.variants)
-    held = statistics_held(variants)
+    held = _statistics_held(variants)
     return Manifest(
         schema=SCHEMA,
         name=config.name,
         arch=ArchRecord(requested=str(plan.arch), proven=str(plan.arch)),
-        config_sha256=config.digest,
+        config=config.source,
+        selection=SelectionRecord(
+            tp=tuple(sorted(set(selection.tp))),
+            dcp=tuple(sorted(set(selection.dcp))),
+            only=tuple(sorted(set(selection.only))),
+        ),
         sources_sha256=facts.sources_sha256,
         toolchain=facts.recorded,
         flavour=facts.flavour,
-        oldest_driver=cuda_text(oldest_driver(facts.flavour, plan.arch)),
+        oldest_driver=oldest or cuda_text(oldest_driver(facts.flavour, plan.arch)),
         model=ModelRecord(
             hidden=model.hidden_size,
             layers=model.layers,
@@ -95,7 +118,7 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
         tables=tuple(
             _table_record(deployment, held.get(deployment.pair, frozenset())) for deployment in plan.deployments
         ),
-        abis={kernel: KERNEL_PARAMS[kernel] for kernel in sorted({image.kernel for image in images})},
+        abis={kernel: abis[kernel] for kernel in sorted({image.kernel for image in images})},
         images=tuple(images),
         variants=variants,
         producers=tuple(
@@ -109,6 +132,26 @@ def assemble(plan: Plan, facts: BuildFacts, images: Sequence[ImageRecord]) -> Ma
             for planned in plan.producers
         ),
     )
+
+
+def _statistics_held(variants: Iterable[VariantRecord]) -> dict[tuple[int, int], frozenset[int]]:
+    """Returns, per deployment, for which numbers of saved blocks it can use precomputed statistics.
+
+    It can where every variant that it has of so many blocks has a twin for it that takes statistics.
+    """
+    users = {variant.name: frozenset(variant.deployments) for variant in variants}
+    able: dict[tuple[int, int], set[int]] = {}
+    unable: dict[tuple[int, int], set[int]] = {}
+    nobody: frozenset[tuple[int, int]] = frozenset()
+    for variant in variants:
+        if variant.stats:
+            for pair in variant.deployments:
+                able.setdefault(pair, set()).add(variant.nb)
+        else:
+            fields = (variant.nb, variant.has_delta, variant.write, variant.final, variant.slots, variant.aux)
+            for pair in users[variant.name] - users.get(variant_name(*fields, stats=True), nobody):
+                unable.setdefault(pair, set()).add(variant.nb)
+    return {pair: frozenset(blocks - unable.get(pair, set())) for pair, blocks in able.items()}
 
 
 def _table_record(deployment: Deployment, held: frozenset[int]) -> TableRecord:

@@ -12,11 +12,14 @@ import importlib
 from dataclasses import dataclass
 
 from attnres_aot._version import __version__
+from attnres_aot.builder.budgets import budget_for
+from attnres_aot.builder.image import FinishedImage
 from attnres_aot.builder.sources import combined_digest, sources_digests
 from attnres_aot.builder.toolchain import toolchain_versions
-from attnres_aot.bundle.manifest import SCHEMA, canonical_json, to_json
+from attnres_aot.bundle.manifest import SCHEMA, BudgetRecord, canonical_json, to_json
 from attnres_aot.plan.plan import Plan
 from attnres_aot.spec.arch import Arch
+from attnres_aot.spec.params import KERNEL_PARAMS, Param
 from attnres_aot.spec.toolkits import DEFAULT_FLAVOUR
 from attnres_aot.spec.variants import ImageSpec
 
@@ -81,6 +84,10 @@ class WantedImage:
     """What to compile."""
     launch: dict[str, int]
     """Launch constants that it is compiled with."""
+    params: tuple[Param, ...]
+    """Parameters that it must take."""
+    budget: BudgetRecord
+    """What it may use."""
     key: str
     """Build key."""
 
@@ -89,6 +96,17 @@ class WantedImage:
         """Image name, unique within a bundle."""
         return str(self.spec)
 
+    def finished(self, cubin: bytes) -> FinishedImage:
+        """Returns the image with `cubin` as its code."""
+        return FinishedImage(
+            key=self.key,
+            cubin=cubin,
+            block_threads=self.launch["threads"],
+            smem_dynamic_bytes=self.launch["smem_dynamic_bytes"],
+            rows_per_cluster=self.launch["rows_per_cluster"],
+            pdl=bool(self.launch["pdl"]),
+        )
+
 
 def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
     """Returns the images of a plan, in its order, with their build keys."""
@@ -96,8 +114,16 @@ def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
     wanted = []
     for spec in plan.images:
         launch = constants(spec)
-        key = build_key(spec, launch, plan.arch, facts)
-        wanted.append(WantedImage(kernel=spec.kernel, spec=spec, launch=launch, key=key))
+        wanted.append(
+            WantedImage(
+                kernel=spec.kernel,
+                spec=spec,
+                launch=launch,
+                params=KERNEL_PARAMS[spec.kernel],
+                budget=budget_for(launch),
+                key=build_key(spec, launch, plan.arch, facts),
+            )
+        )
     return tuple(wanted)
 
 

@@ -45,7 +45,8 @@ class _Layout:
 def decode(cls: type[_T], raw: dict[str, Any], where: str) -> _T:
     """Returns the record of class `cls` that JSON data describes; `where` names the data in errors.
 
-    Fields may be scalars, None or a scalar, records, tuples, and dictionaries from str, all of them nested.
+    Fields may be scalars, None or a scalar, records, tuples, and dictionaries from str, all of them nested; what is
+    stated as Any is taken as it is.
 
     Raises:
       BundleError: a field is missing, unknown or of another type.
@@ -85,12 +86,12 @@ def _layout(cls: Any) -> _Layout:
     scalars = {name: _SCALARS[kind] for name, kind in stated.items() if kind in _SCALARS}
     others = types.SimpleNamespace(__annotations__={n: kind for n, kind in stated.items() if n not in scalars})
     hints = typing.get_type_hints(others, vars(sys.modules[cls.__module__]))  # compiles each: scalars spared that
-    pick = operator.itemgetter(*scalars)
+    pick = operator.itemgetter(*scalars) if scalars else lambda _: ()
     return _Layout(
         names=(*scalars, *hints),
         scalars=tuple(scalars.values()),
         readers=tuple([(name, _reader(hint)) for name, hint in hints.items()]),
-        pick=pick if len(scalars) > 1 else lambda raw: (pick(raw),),
+        pick=pick if len(scalars) != 1 else lambda raw: (pick(raw),),
         make=maker(cls, (*scalars, *hints)),
     )
 
@@ -99,6 +100,8 @@ def _reader(hint: Any) -> _Reader:
     """Makes the reader of a type; making it once keeps introspection out of the thousands of values of a manifest."""
     if hint in (str, int, bool):
         return functools.partial(_read_scalar, hint)
+    if hint is Any:
+        return lambda value, *_: value
     if dataclasses.is_dataclass(hint):
         return functools.partial(_read_record, hint)
     if isinstance(hint, types.UnionType):

@@ -44,6 +44,7 @@ def size_problems(manifest: Manifest) -> Iterator[str]:
         ("abis", len(manifest.abis), MAX_ABIS),
         ("toolchain", len(manifest.toolchain), MAX_TOOLCHAIN),
         ("mailbox.slots", len(manifest.mailbox.slots), MAX_TEXT_CHARS),
+        *((f"selection.{name}", len(part), MAX_TEXT_CHARS) for name, part in _selected(manifest)),
         ("bytes of images", sum(image.size for image in manifest.images), MAX_BUNDLE_BYTES),
         ("characters of tables", _table_chars(manifest), MAX_TABLE_CHARS),
         *((f"abis.{name:.80}", len(params), MAX_PARAMS) for name, params in manifest.abis.items()),
@@ -72,6 +73,11 @@ def size_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{field} is {value}; {low} to {MAX_NUMBER} is possible"
 
 
+def _selected(manifest: Manifest) -> Iterator[tuple[str, tuple[object, ...]]]:
+    selection = manifest.selection
+    yield from (("tp", selection.tp), ("dcp", selection.dcp), ("only", selection.only))
+
+
 def _table_chars(manifest: Manifest) -> int:
     return sum(len(table.attn_stats) + len(table.attn_stats_blocks) for table in manifest.tables)
 
@@ -85,6 +91,7 @@ def _record_problem(record: VariantRecord | ProducerRecord) -> str:
 
 def _texts(manifest: Manifest) -> Iterator[str]:
     """Yields the texts of a manifest that no rule of their own keeps short."""
+    yield from manifest.selection.only
     yield from manifest.toolchain.keys()
     yield from manifest.toolchain.values()
     for name, params in manifest.abis.items():

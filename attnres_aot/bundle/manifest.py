@@ -18,7 +18,7 @@ from attnres_aot.errors import BundleError, clip
 from attnres_aot.records import record
 from attnres_aot.spec.params import Param
 
-SCHEMA = 2
+SCHEMA = 3
 """Number of the manifest format that this package reads and writes."""
 MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a bundle folder."""
@@ -46,6 +46,18 @@ class ArchRecord:
     """The arch that the build was asked for, e.g. `sm_100`."""
     proven: str
     """The arch that the binaries themselves name."""
+
+
+@record(frozen=True, slots=True, kw_only=True)
+class SelectionRecord:
+    """The part of a configuration that a bundle holds; each empty field leaves that aspect whole."""
+
+    tp: tuple[int, ...]
+    """Tensor-parallel sizes."""
+    dcp: tuple[int, ...]
+    """Decode-context-parallel sizes."""
+    only: tuple[str, ...]
+    """Patterns of variant and producer names."""
 
 
 @record(frozen=True, slots=True, kw_only=True)
@@ -203,8 +215,10 @@ class Manifest:
     """Name of the configuration, e.g. `kimi_k3`."""
     arch: ArchRecord
     """Requested and proven arch."""
-    config_sha256: str
-    """Digest of the parsed configuration."""
+    config: dict[str, Any]
+    """The configuration that the bundle was built from, as plain data in the form of its file."""
+    selection: SelectionRecord
+    """What of it was selected."""
     sources_sha256: str
     """Digest of the kernel and compiler sources."""
     toolchain: dict[str, str]

@@ -77,12 +77,13 @@ def _header_problems(manifest: Manifest) -> Iterator[str]:
         yield f"arch: {arch.requested!r:.40} was requested, but {arch.proven!r:.40} is proven"
     if (problem := name_problem(manifest.name)) is not None:
         yield f"name: {problem}"
-    for field, digest in (("config_sha256", manifest.config_sha256), ("sources_sha256", manifest.sources_sha256)):
-        if not is_digest(digest):
-            yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
+    if not is_digest(manifest.sources_sha256):
+        yield f"sources_sha256 {manifest.sources_sha256!r:.80} is not a lower-case sha256 digest"
 
 
 def _toolkit_problems(manifest: Manifest) -> Iterator[str]:
+    if not manifest.toolchain:
+        yield "toolchain: empty; a bundle says what compiled it"
     if not is_flavour_name(manifest.flavour):
         yield f"flavour {manifest.flavour!r:.80} is not `cu` and a CUDA major version"
     if parse_cuda(manifest.oldest_driver) is None:

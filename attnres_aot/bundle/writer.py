@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnres_aot.bundle.audit import audit_problems
 from attnres_aot.bundle.lock import take_lock
 from attnres_aot.bundle.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
@@ -209,7 +208,7 @@ def _unwritable(path: Path, error: OSError) -> BundleError:
 
 
 def _check_files(manifest: Manifest, images: Mapping[str, bytes]) -> None:
-    problems = manifest_problems(manifest) or audit_problems(manifest)
+    problems = manifest_problems(manifest)
     promised = {image.file: image for image in manifest.images}
     problems += [f"file {name!r} is not in the manifest" for name in sorted(images.keys() - promised.keys())]
     problems += [f"file {name!r} is missing" for name in sorted(promised.keys() - images.keys())]

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attnres_aot.binary.cubin import CubinFacts
-from attnres_aot.bundle.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord
+from attnres_aot.bundle.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord, to_json
 from attnres_aot.bundle.reader import Bundle
 from attnres_aot.cli.inspect_tables import image_lines, producer_lines, variant_lines
 from attnres_aot.cli.wording import count, pairs
@@ -155,7 +155,10 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "built with", f"flavour {manifest.flavour}"
     for name, version in sorted(manifest.toolchain.items()):
         yield "built with", f"{name} {version}"
-    yield "digests", f"config {manifest.config_sha256[:12]}, sources {manifest.sources_sha256[:12]}"
+    yield "sources", f"digest {manifest.sources_sha256[:12]}"
+    for name, part in to_json(manifest.selection).items():
+        if part:
+            yield "selected", f"{name} {', '.join(map(str, part))}"
     tables: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for table in manifest.tables:
         tables.setdefault((table.attn_stats or "none", table.attn_stats_blocks or "none"), []).append(

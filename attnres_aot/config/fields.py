@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence as Names
 
 from attnres_aot.config.problems import Problems
-from attnres_aot.config.yaml_tree import Mapping, Node, Scalar, Sequence
+from attnres_aot.config.tree import Mapping, Node, Scalar, Sequence
 from attnres_aot.errors import did_you_mean
 from attnres_aot.spec.tables import EMPTY, BatchTable, Span, overlaps, scan_table
 

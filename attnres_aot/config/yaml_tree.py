@@ -7,54 +7,15 @@ documents and deep nesting are refused as they appear, so no input makes this wo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import yaml
 
 from attnres_aot.config.problems import Problems
 from attnres_aot.config.source import MAX_BYTES, START_FROM
+from attnres_aot.config.tree import MAX_DEPTH, Mapping, Node, Scalar, Sequence
 
-MAX_DEPTH = 16
-"""Deepest nesting that is read."""
 MAX_NODES = 5000
 """Most values, lists and mappings that are read: the parser takes about 20 microseconds for each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scalar:
-    """A single value, uninterpreted."""
-
-    line: int
-    """Line of the file, from 1."""
-    text: str
-    """The text, without quotes."""
-    plain: bool
-    """Written without quotes."""
-    refused: bool = False
-    """Stands for something already reported (an alias); readers skip it silently."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
-    """A list."""
-
-    line: int
-    """Line of its start, from 1."""
-    items: tuple[Node, ...]
-    """Its items."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mapping:
-    """A mapping, with duplicate keys kept."""
-
-    line: int
-    """Line of its start, from 1."""
-    entries: tuple[tuple[Node, Node], ...]
-    """Its (key, value) pairs in file order."""
-
-
-Node = Scalar | Sequence | Mapping
 
 
 def read_tree(data: bytes, problems: Problems) -> Node | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -63,6 +64,10 @@ class Selection:
 
 EVERYTHING = Selection()
 """The selection that keeps the whole plan."""
+MOST_PATTERNS = 100
+"""Most patterns of a selection."""
+_PATTERN = re.compile(r"[!#-\[\]-~]{1,100}")
+_MOST_MISSED = 5  # patterns without a match that are told, each with the names near it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,8 @@ class Plan:
     """Producers, ascending by `Producer.sort_key`."""
     images: tuple[ImageSpec, ...]
     """Distinct images: those of the variants ascending by `ConsumerSpec.sort_key`, then those of the producers."""
+    selection: Selection
+    """What of the configuration was selected."""
 
     @property
     def bundle_name(self) -> str:
@@ -191,6 +198,7 @@ def plan(config: Config, arch: Arch, *, selection: Selection = EVERYTHING) -> Pl
         variants=variants,
         producers=producers,
         images=(*images, *(planned.spec for planned in producers)),
+        selection=selection,
     )
 
 
@@ -256,10 +264,18 @@ def _select_names(names: list[str], patterns: tuple[str, ...], arch: Arch) -> se
     """Returns the names that match any pattern, or all when there is none."""
     if not patterns:
         return set(names)
+    if len(patterns) > MOST_PATTERNS:
+        raise UsageError(f"found {len(patterns)} patterns for names; allowed: {MOST_PATTERNS}; use fewer with `*`")
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern):
+            raise UsageError(
+                f"{pattern!r:.140} is no pattern for names; allowed: 1 to 100 characters of printable ASCII but "
+                "blanks, quotes and backslashes"
+            )
     matches = {pattern: _matching(pattern, names) for pattern in patterns}
     missed = [pattern for pattern, found in matches.items() if not found]
     if missed:
-        raise UsageError("\n".join(_no_match(pattern, names, arch) for pattern in missed))
+        raise UsageError("\n".join(_no_match(pattern, names, arch) for pattern in missed[:_MOST_MISSED]))
     return set().union(*matches.values())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 from attnres_aot.bundle.manifest import canonical_json, to_json
 from attnres_aot.spec.tables import EMPTY, BatchTable
@@ -108,6 +109,26 @@ class Config:
     """Deployments, ascending by (tp, dcp)."""
 
     @property
+    def source(self) -> dict[str, Any]:
+        """The configuration as plain data in the form of its file, every field given; `config.schema` reads it back."""
+        slots = [*self.mailbox.fixed_slots, *(["tp"] if self.mailbox.slot_per_rank else [])]
+        return {
+            "name": self.name,
+            "model": to_json(self.model),
+            "mailbox": {"capacity": self.mailbox.capacity, "slots": slots},
+            "variants": to_json(self.options),
+            "deployments": [
+                {
+                    "tp": deployment.tp,
+                    "dcp": deployment.dcp,
+                    "attn_stats": str(deployment.attn_stats),
+                    "attn_stats_blocks": str(deployment.attn_stats_blocks),
+                }
+                for deployment in self.deployments
+            ],
+        }
+
+    @property
     def digest(self) -> str:
-        """sha256 of the parsed values: comments, layout and the order of entries do not change it."""
-        return hashlib.sha256(canonical_json(to_json(self)).encode("ascii")).hexdigest()
+        """sha256 of `source`: comments, layout and the order of entries in the file do not change it."""
+        return hashlib.sha256(canonical_json(self.source).encode("ascii")).hexdigest()

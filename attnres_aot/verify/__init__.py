@@ -1,1 +1,1 @@
-"""Verifying bundles: the manifest against itself, the files, the binaries, and what would be built today."""
+"""Verifying bundles: the manifest against the one that is assembled again from configuration and binaries."""

@@ -1,4 +1,8 @@
-"""Verifying a bundle: everything that its manifest promises, against the folder, the files and the binaries."""
+"""Verifying a bundle: its manifest is assembled again from the binaries and the configuration, and compared.
+
+What a reader relies on before it believes a manifest (`bundle.manifest_check`) is asked first, and the folder is looked
+at; whatever else is wrong with a bundle shows as a difference to the manifest that it should have.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from attnres_aot.binary.cubin import CubinFacts, read_cubin
-from attnres_aot.binary.kernel_facts import KernelFacts
-from attnres_aot.binary.prove import convergence_problems, flavour_problems, launch_problems
-from attnres_aot.bundle.audit import audit_problems
 from attnres_aot.bundle.folder import Folder, read_at_once
 from attnres_aot.bundle.manifest import (
     MANIFEST_NAME,
@@ -21,11 +21,14 @@ from attnres_aot.bundle.manifest import (
     digest_problem,
     dump_manifest,
     parse_manifest,
+    to_json,
 )
 from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, manifest_problems
 from attnres_aot.bundle.reader import image_bytes, manifest_bytes
-from attnres_aot.errors import BundleError, clip
-from attnres_aot.verify.manifest_audit import derivation_problems, is_of_this_release, underivable
+from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageError, clip
+from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.verify.derive import FROM_SOURCES, Derivation, is_of_this_release
+from attnres_aot.verify.difference import differences
 
 _SHOWN_CHARS = 500  # of one problem
 
@@ -70,30 +73,49 @@ def verify_bundle(path: str | os.PathLike[str]) -> VerifyReport:
 def _verify(folder: Folder) -> VerifyReport:
     data = manifest_bytes(folder)
     manifest = decode_manifest(parse_manifest(data, MANIFEST_NAME), MANIFEST_NAME)
-    own = is_of_this_release(manifest)
-    notes = () if own else tuple(clip(note, _SHOWN_CHARS) for note in islice(underivable(manifest), MAX_PROBLEMS))
-    found = list(islice(_problems(folder, data, manifest, derive=own), MAX_PROBLEMS + 1))
+    notes = () if is_of_this_release(manifest) else tuple(_not_checked(manifest))
+    found = list(islice(_problems(folder, data, manifest), MAX_PROBLEMS + 1))
     shown = [clip(problem, _SHOWN_CHARS) for problem in found[:MAX_PROBLEMS]]
     if len(found) > MAX_PROBLEMS:
         shown.append("and more")
     return VerifyReport(path=folder.path, problems=tuple(shown), notes=notes, manifest=manifest)
 
 
-def _problems(folder: Folder, data: bytes, manifest: Manifest, *, derive: bool) -> Iterator[str]:
-    unusable = manifest_problems(manifest)
+def _not_checked(manifest: Manifest) -> Iterator[str]:
+    yield FROM_SOURCES
+    for kernel, params in islice(manifest.abis.items(), MAX_PROBLEMS):
+        if params != KERNEL_PARAMS.get(kernel):
+            yield (
+                f"abis.{kernel:.80}: not the parameters that this release fills, so which argument is which was not "
+                "checked, and this release's loader refuses the bundle"
+            )
+
+
+def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
     if (problem := digest_problem(data)) is not None:
         yield f"{MANIFEST_NAME}: changed after the build: {problem}"
     elif data != dump_manifest(manifest):
         yield f"{MANIFEST_NAME}: not in canonical form; it was edited after the build"
-    yield from unusable
-    if not unusable:  # Past this point names are safe and references resolve.
-        yield from audit_problems(manifest)
-        if derive:
-            yield from derivation_problems(manifest)
     yield from _folder_problems(folder, manifest.images)
+    unusable = manifest_problems(manifest)
+    yield from unusable
+    derivation = None
+    if not unusable:  # Past this point names are safe and references resolve.
+        try:
+            derivation = Derivation(manifest)
+        except (ConfigError, UsageError) as error:
+            yield f"{MANIFEST_NAME}: the bundle cannot have been built from what it names: {error}"
+    records = {image.name: image for image in manifest.images}
     for image in manifest.images:
-        for problem in _image_problems(folder, image, manifest):
-            yield f"image {image.name!r:.140}: {problem}"
+        try:
+            cubin = image_bytes(folder, image)
+            if derivation is not None:
+                records[image.name] = derivation.prove(image, cubin)
+        except (BundleError, CompileError) as error:
+            yield f"image {image.name!r:.140}: {error}"
+    if derivation is not None:
+        yield from (f"images.{name}: not in the manifest; built again it would be" for name in derivation.missing)
+        yield from differences(to_json(manifest), to_json(derivation.assemble(records)))
 
 
 def _folder_problems(folder: Folder, images: Iterable[ImageRecord]) -> Iterator[str]:
@@ -104,43 +126,3 @@ def _folder_problems(folder: Folder, images: Iterable[ImageRecord]) -> Iterator[
         yield str(error)
         return
     yield from (f"file {name!r:.140} is not in the manifest" for name in names if name not in expected)
-
-
-def _image_problems(folder: Folder, image: ImageRecord, manifest: Manifest) -> Iterator[str]:
-    try:
-        facts = read_cubin(image_bytes(folder, image))
-    except BundleError as error:
-        yield str(error)
-        return
-    if str(facts.arch) != manifest.arch.proven:
-        yield f"the binary is for {facts.arch}, the manifest says {manifest.arch.proven!r:.40}"
-    yield from flavour_problems(facts, manifest.flavour)
-    kernel = _only_kernel(facts)
-    if kernel is None or kernel.symbol != image.symbol:
-        found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
-        yield f"symbol: the manifest says {image.symbol!r:.150}, the binary has {found:.250}"
-    if kernel is not None:
-        yield from _kernel_problems(kernel, image, manifest)
-
-
-def _only_kernel(facts: CubinFacts) -> KernelFacts | None:
-    return facts.kernels[0] if len(facts.kernels) == 1 else None
-
-
-def _kernel_problems(kernel: KernelFacts, image: ImageRecord, manifest: Manifest) -> Iterator[str]:
-    params = manifest.abis.get(image.abi)
-    if params is not None:
-        yield from launch_problems(kernel, params=params, block_threads=image.block_threads)
-    for field, promised, found in (
-        ("registers", image.registers, kernel.registers),
-        ("stack_bytes", image.stack_bytes, kernel.stack_bytes),
-        ("spill_bytes", image.spill_bytes, kernel.spill_bytes),
-        ("smem_static_bytes", image.smem_static_bytes, kernel.smem_static_bytes),
-        ("critical_instructions", image.critical_instructions, kernel.critical_instructions),
-        ("pdl", image.pdl, kernel.pdl),
-    ):
-        if promised != found:
-            yield f"{field}: the manifest says {promised}, the binary {found}"
-    yield from convergence_problems(kernel)
-    if image.smem_dynamic_bytes and not kernel.uses_smem:
-        yield f"smem_dynamic_bytes: the manifest says {image.smem_dynamic_bytes}, the binary uses no shared memory"

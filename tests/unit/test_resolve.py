@@ -221,7 +221,7 @@ def test_error_of_a_search_in_vain_is_the_trace_and_the_command() -> None:
         "    refused  /pkg/k3 (entry point 'k3'): built for sm_100, which runs on compute capability 10.0 and later "
         "10.x; the device is 9.0\n"
         "  ./artifacts: 1 of 2 folders in /w are bundles\n"
-        "    refused  /w/old: manifest schema 0, but this attnres-aot reads schema 2\n"
+        "    refused  /w/old: manifest schema 0, but this attnres-aot reads schema 3\n"
         "Next step: `attnres-aot build --arch sm_90` builds one (sm_90a or sm_90 would do); then give its folder as "
         "the path, or in ATTNRES_AOT_BUNDLE."
     )

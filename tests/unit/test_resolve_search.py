@@ -23,6 +23,7 @@ from attnres_aot.bundle.manifest import (
     MailboxRecord,
     Manifest,
     ModelRecord,
+    SelectionRecord,
     dump_manifest,
     seal,
 )
@@ -66,9 +67,10 @@ def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Pa
         schema=SCHEMA,
         name=name,
         arch=ArchRecord(requested=arch, proven=arch),
-        config_sha256="0" * 64,
+        config={},
+        selection=SelectionRecord(tp=(), dcp=(), only=()),
         sources_sha256="0" * 64,
-        toolchain={},
+        toolchain={"stub": "1"},
         flavour="cu12",
         oldest_driver="12.0",
         model=ModelRecord(hidden=7168, layers=93, block_size=12, leading_dense_layers=1),
@@ -228,8 +230,8 @@ DAMAGES = [
     ),
     Damage(
         name="newer",
-        inflict=lambda bundle: replace_manifest(bundle, schema=3),
-        message="manifest schema 3, but this attnres-aot reads schema 2",
+        inflict=lambda bundle: replace_manifest(bundle, schema=4),
+        message="manifest schema 4, but this attnres-aot reads schema 3",
     ),
     Damage(
         name="nameless",

@@ -12,6 +12,7 @@ from attnres_aot.bundle.manifest import (
     Manifest,
     ModelRecord,
     ProducerRecord,
+    SelectionRecord,
     TableRecord,
     VariantRecord,
 )
@@ -24,8 +25,9 @@ def manifest_of(names: Iterable[str], producers: Iterable[str] = (), *, blocks: 
     variants = [parse_variant(name) for name in names]
     made = [parse_producer(name) for name in producers]
     return Manifest(
-        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="",
-        sources_sha256="", toolchain={}, flavour="cu12", oldest_driver="12.0",
+        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config={},
+        selection=SelectionRecord(tp=(), dcp=(), only=()),
+        sources_sha256="", toolchain={"stub": "1"}, flavour="cu12", oldest_driver="12.0",
         model=ModelRecord(hidden=1024, layers=12 * blocks, block_size=12, leading_dense_layers=1),
         mailbox=MailboxRecord(capacity=64, slots=tuple(sorted({v.slots for v in variants} - {0}))),
         tables=tuple(TableRecord(tp=tp, dcp=dcp, attn_stats="", attn_stats_blocks="") for tp, dcp in PAIRS),

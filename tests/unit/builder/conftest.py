@@ -162,11 +162,11 @@ def facts() -> BuildFacts:
     )
 
 
-def fake_proof(cubin, *, symbol, arch, flavour, params, block_threads, budget) -> ImageFacts:
-    assert block_threads == 128
+def fake_proof(cubin, *, symbol, arch, launch, budget, **_) -> ImageFacts:
+    assert launch.block_threads == 128
     name = cubin.decode().split()[2] if cubin.startswith(b"CUBIN") else ""
     kernel = next((kernel for kernel in ("statistics", "publish") if f"-{kernel}" in name), "consumer")
-    assert params == KERNEL_PARAMS[kernel]
+    assert launch.params == KERNEL_PARAMS[kernel]
     if not name:
         raise CompileError("arch: asked sm_90, the binary names none")
     return ImageFacts(

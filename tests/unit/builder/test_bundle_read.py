@@ -50,7 +50,7 @@ class Edit:
 
 
 EDITS = [
-    Edit("schema", ("schema",), 99, "manifest schema 99, but this attnres-aot reads schema 2; rebuild the bundle"),
+    Edit("schema", ("schema",), 99, "manifest schema 99, but this attnres-aot reads schema 3; rebuild the bundle"),
     Edit("bundle-name", ("name",), "../tiny", "name: '../tiny' is not a safe file name"),
     Edit("arch", ("arch", "proven"), "sm_xx", "arch.proven: 'sm_xx' is not a GPU architecture name"),
     Edit("escape", ("images", 0, "file"), "../secret.cubin", "file '../secret.cubin' is not a safe file name"),

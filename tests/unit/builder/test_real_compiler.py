@@ -61,6 +61,11 @@ def run(folder: Path, *arguments: str, seed: str, config: str = CONFIG) -> dict:
     return result
 
 
+@pytest.fixture(autouse=True)
+def _one_shape() -> None:
+    """These bundles have all launch shapes."""
+
+
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory) -> dict[str, Path]:
     """The same bundles, built in different ways."""

@@ -11,7 +11,6 @@ from typing import Any
 from renaming import rename_kernel
 
 from attnres_aot.builder.assemble import assemble, prove_record
-from attnres_aot.builder.image import FinishedImage
 from attnres_aot.builder.keys import BuildFacts, wanted_images
 from attnres_aot.builder.sources import sources_digests
 from attnres_aot.bundle.manifest import MANIFEST_NAME, seal
@@ -85,15 +84,8 @@ def make_bundle(
     for wanted in wanted_images(shown, facts):
         threads = wanted.launch["threads"]
         kernel = wanted.kernel if threads == 128 else f"{wanted.kernel}{threads}"
-        image = FinishedImage(
-            key=wanted.key,
-            cubin=rename_kernel(read_cubin_file(kernel, arch), kernel, kernel_symbol(wanted.name)),
-            block_threads=threads,
-            smem_dynamic_bytes=0,
-            rows_per_cluster=1,
-            pdl=True,
-        )
-        record = prove_record(wanted, image, shown, facts.flavour)
+        image = wanted.finished(rename_kernel(read_cubin_file(kernel, arch), kernel, kernel_symbol(wanted.name)))
+        record = prove_record(wanted, image, shown.arch, facts.flavour)
         records.append(record)
         files[record.file] = image.cubin
     path = folder / shown.bundle_name

@@ -21,6 +21,7 @@ SCALARS = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
 RECORDS = [
     manifest.Manifest,
     manifest.ArchRecord,
+    manifest.SelectionRecord,
     manifest.ModelRecord,
     manifest.MailboxRecord,
     manifest.TableRecord,
@@ -50,7 +51,7 @@ def written(hint: object) -> str:
     if isinstance(hint, types.UnionType):
         return " or ".join(map(written, args))
     if typing.get_origin(hint) is dict:
-        return f"object of {written(args[1])}"
+        return "object" if args[1] is typing.Any else f"object of {written(args[1])}"
     if args[-1] is Ellipsis:
         return f"list of {written(args[0])}"
     return f"[{', '.join(map(written, args))}]"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attnres_aot.binary.elf_image import open_elf
-from attnres_aot.binary.prove import ImageFacts, prove_image
+from attnres_aot.binary.prove import AskedLaunch, ImageFacts, prove_image
 from attnres_aot.bundle.manifest import BudgetRecord
 from attnres_aot.errors import CompileError
 from attnres_aot.spec.arch import Arch
@@ -27,12 +27,21 @@ ASKED: dict[str, Any] = {
     "flavour": "cu12",
     "params": CONSUMER_PARAMS,
     "block_threads": 128,
+    "smem_dynamic_bytes": 0,
+    "pdl": True,
     "budget": BudgetRecord(registers=8, smem_bytes=40),
 }
 
 
+def prove(data: bytes, **changes: Any) -> ImageFacts:
+    """Proves `data` to be what `ASKED` says, but for what is changed."""
+    asked = {**ASKED, **changes}
+    launch = AskedLaunch(**{name: asked.pop(name) for name in ("params", "block_threads", "smem_dynamic_bytes", "pdl")})
+    return prove_image(data, launch=launch, **asked)
+
+
 def test_an_image_that_is_what_was_asked_for(cubin):
-    assert prove_image(cubin("consumer"), **ASKED) == ImageFacts(
+    assert prove(cubin("consumer")) == ImageFacts(
         symbol="consumer",
         proven_arch=Arch(10, 0),
         registers=8,
@@ -82,6 +91,13 @@ REFUSED = [
         asked={"params": SWAPPED},
         message="parameter 'fault': asked 4 bytes at offset 84, found 8 bytes at offset 80",
     ),
+    Refused(name="pdl", asked={"pdl": False}, message="pdl: asked False, found True"),
+    Refused(
+        name="dynamic shared memory",
+        kernel="cluster",
+        asked={"params": ONE_POINTER, "smem_dynamic_bytes": 16},
+        message="dynamic shared memory: asked 16 bytes, the kernel uses none",
+    ),
     Refused(name="block", asked={"block_threads": 256}, message="asked 256 x 1 x 1, the binary fixes 128 x 1 x 1"),
     Refused(name="block in y", kernel="bare", asked={"params": ()}, message="the binary fixes 32 x 2 x 1"),
     Refused(name="open block", kernel="bounded", asked={"params": ONE_POINTER}, message="the binary fixes none"),
@@ -114,13 +130,13 @@ REFUSED = [
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_a_difference_is_named_with_what_was_asked_and_found(cubin, case):
     with pytest.raises(CompileError) as caught:
-        prove_image(cubin(case.kernel), **{**ASKED, "symbol": SYMBOLS.get(case.kernel, case.kernel), **case.asked})
+        prove(cubin(case.kernel), **{"symbol": SYMBOLS.get(case.kernel, case.kernel), **case.asked})
     assert case.message in str(caught.value)
 
 
 def test_all_differences_come_together(cubin):
     with pytest.raises(CompileError) as caught:
-        prove_image(cubin("spill", "sm_90"), **{**ASKED, "symbol": "spill", "block_threads": 96})
+        prove(cubin("spill", "sm_90"), symbol="spill", block_threads=96)
     text = str(caught.value)
     for part in (
         "arch: asked sm_100",
@@ -141,9 +157,9 @@ def test_a_warp_that_may_be_apart_where_it_shuffles_is_refused(cubin):
     start = data.index(code.data)
     yields, shuffles = (opcode.to_bytes(16, "little") for opcode in (0x946, 0xF89))
     with pytest.raises(CompileError, match="convergence: 1 shuffles after a loop"):
-        prove_image(data[:start] + yields + shuffles + data[start + 32 :], **ASKED)
+        prove(data[:start] + yields + shuffles + data[start + 32 :])
 
 
 def test_what_is_no_cubin_is_a_compile_error():
     with pytest.raises(CompileError, match="cannot be read: not a cubin"):
-        prove_image(b"ELF", **ASKED)
+        prove(b"ELF")

@@ -19,6 +19,7 @@ from attnres_aot.bundle.manifest import (
     Manifest,
     ModelRecord,
     ProducerRecord,
+    SelectionRecord,
     VariantRecord,
     dump_manifest,
 )  # fmt: skip
@@ -41,8 +42,9 @@ def manifest_of(names: list[str]) -> Manifest:
     variants = [parse_variant(name) for name in names]
     images = dict.fromkeys(str(choices_for(variant, HIDDEN)[0].spec) for variant in variants)
     return Manifest(
-        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config_sha256="",
-        sources_sha256="", toolchain={}, flavour="cu12", oldest_driver="12.0",
+        schema=SCHEMA, name="toy", arch=ArchRecord(requested="sm_90", proven="sm_90"), config={},
+        selection=SelectionRecord(tp=(), dcp=(), only=()),
+        sources_sha256="", toolchain={"stub": "1"}, flavour="cu12", oldest_driver="12.0",
         model=ModelRecord(hidden=HIDDEN, layers=2, block_size=1, leading_dense_layers=1),
         mailbox=MailboxRecord(capacity=64, slots=(8,)), tables=(), abis={},
         images=tuple(
