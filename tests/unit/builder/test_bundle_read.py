@@ -22,9 +22,9 @@ from attnres_aot.errors import BundleError
 
 
 @pytest.fixture
-def folder(tiny, tmp_path) -> Path:
-    tiny()
-    return tmp_path / "out" / "tiny-sm_90"
+def folder(built_once, tmp_path) -> Path:
+    """A bundle for a test to break."""
+    return shutil.copytree(built_once, tmp_path / "out" / built_once.name)
 
 
 def test_a_sound_bundle_reads(folder):
