@@ -84,7 +84,7 @@ def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> Build
       What was done. When images failed, the report lists them and the bundle is as it was before.
 
     Raises:
-      BundleError: another build of the same bundle is running, or the target may not or cannot be replaced.
+      BundleError: another build of the same bundle is running, or the target must not or cannot be replaced.
       CompileError: the compiler cannot be started at all.
     """
     start = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from attnres_aot.builder.quotas import usable_cores, usable_memory
 from attnres_aot.builder.report import BuildReport
 from attnres_aot.builder.unfailing import UnfailingProgress
 from attnres_aot.bundle.manifest import to_json
-from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
+from attnres_aot.cli.options import Number, arch_option, config_option, json_option, selection_options
 from attnres_aot.cli.streams import Teller, tell
 from attnres_aot.cli.wording import count, error_text, megabytes
 from attnres_aot.config.reader import load_config
@@ -34,12 +33,6 @@ MOST_JOBS = 16
 """Compiler processes that are started unless more are asked for."""
 JOB_BYTES = 400_000_000
 """Memory that a compiler process is counted with; they take about 300 MB."""
-
-
-def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    if math.isnan(value):
-        raise click.BadParameter("nan is not in the range x>0", ctx=ctx, param=param)
-    return value
 
 
 @click.command("build")
@@ -66,8 +59,7 @@ def _refuse_nan(ctx: click.Context, param: click.Parameter, value: float) -> flo
 @click.option("--dry-run", is_flag=True, help="Show what would be compiled and why; change nothing.")
 @click.option(
     "--time-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    callback=_refuse_nan,
+    type=Number(min=0, min_open=True),
     default=PoolSettings(workers=1).job_seconds,
     show_default=True,
     metavar="SECONDS",

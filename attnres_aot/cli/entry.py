@@ -1,4 +1,4 @@
-"""The command line's entry: runs with or without the build tools, and keeps deployment commands free of them."""
+"""The command line's entry: makes the standard streams fit to print to, then hands over to click."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from attnres_aot._version import __version__
-from attnres_aot.cli import device_cli, streams
-
-BUILDER_COMMANDS: dict[str, str] = {
-    "plan": "Show which variants and images a configuration needs.",
-    "build": "Compile a configuration into one bundle per GPU architecture.",
-    "verify": "Check a bundle's files and binaries against its manifest.",
-    "inspect": "Show what a bundle holds and for which GPUs it is.",
-}
-"""Name -> one-line help of the commands that need the build tools; `NAME_command.py` here holds each."""
-
-INSTALL_BUILD = "pip install 'attnres-aot[build]'"
-"""The command that installs the build tools."""
-
-_BUILD_MODULES = ("click", "yaml", "rich", "elftools", "cutlass")
+from attnres_aot.cli import streams
+from attnres_aot.cli.commands import COMMANDS, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,23 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     streams.open_closed()
     _escape_what_streams_cannot_hold()
-    status: int
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in device_cli.COMMANDS:
-        return device_cli.main(arguments)
     try:
-        builder = importlib.import_module("attnres_aot.cli.main")
+        click_main = importlib.import_module("attnres_aot.cli.main")
     except ModuleNotFoundError as error:
-        if not is_build_module(error):
+        if (error.name or "").split(".")[0] != "click":
             raise
-        try:
-            status = _without_build_tools(arguments)
-            streams.flush_output()
-        except OSError as trouble:
-            streams.give_up_output(trouble)
-            return device_cli.FAILED
-        return status
-    status = builder.run(arguments)
+        return _without_click(arguments)
+    status: int = click_main.run(arguments)
     return status
 
 
@@ -59,26 +38,12 @@ def _escape_what_streams_cannot_hold() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def is_build_module(error: ModuleNotFoundError) -> bool:
-    """Tells whether a failed import is of a module that the `build` extra installs."""
-    return (error.name or "").split(".")[0] in _BUILD_MODULES
-
-
-def _without_build_tools(arguments: list[str]) -> int:
-    """Answers what can be answered without click: help, version, and what to install."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        width = max(map(len, [*device_cli.COMMANDS, *BUILDER_COMMANDS]))
-        print("usage: attnres-aot COMMAND [ARGUMENTS]\n")
-        for name, text in device_cli.COMMANDS.items():
-            print(f"  {name:<{width}}  {text}")
-        print(f"\nafter {INSTALL_BUILD}:")
-        for name, text in BUILDER_COMMANDS.items():
-            print(f"  {name:<{width}}  {text}")
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
-        print(f"attnres-aot {__version__}")
-        return 0
-    if arguments[0] not in BUILDER_COMMANDS:
-        return device_cli.main(arguments)
-    streams.tell(f"error: {arguments[0]!r} needs the build tools, which are not installed: {INSTALL_BUILD}")
+def _without_click(arguments: list[str]) -> int:
+    """Says what to install; importing the package needs no click, but every command does."""
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    extra = command.extra if command else "runtime"
+    streams.tell(
+        f"error: the commands of attnres-aot {__version__} need the module 'click', which is not installed: "
+        f"{install_command(extra)}"
+    )
     return 2

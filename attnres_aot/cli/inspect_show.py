@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from attnres_aot.binary.cubin import CubinFacts
 from attnres_aot.bundle.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord, to_json
 from attnres_aot.bundle.reader import Bundle
-from attnres_aot.cli.inspect_tables import image_lines, producer_lines, variant_lines
+from attnres_aot.cli.inspect_tables import show_images, show_producers, show_variants
+from attnres_aot.cli.printing import show, show_facts, show_table
 from attnres_aot.cli.wording import count, pairs
 from attnres_aot.spec.arch import parse_arch
 from attnres_aot.spec.params import Param
 from attnres_aot.spec.toolkits import driver_text, parse_cuda
-
-LABEL_WIDTH = 13
-"""Characters of the names of facts."""
-MIN_WIDTH = 150
-"""Characters that a table gets where the output is no terminal, so that no name is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +34,28 @@ class ImageView:
 
 def show_bundles(bundles: Sequence[Bundle]) -> None:
     """Prints one line per bundle."""
-    table = _table("bundle", "arch", "images:", "variants:", "bytes:", "for")
+    rows = [("bundle", "arch", "for", "images", "variants", "bytes")]
     for bundle in bundles:
         manifest = bundle.manifest
         proven = manifest.arch.proven
         size = sum(image.size for image in manifest.images)
         counts = (str(len(manifest.images)), str(len(manifest.variants)), f"{size:,}")
-        table.add_row(escape(bundle.path.name), proven, *counts, parse_arch(proven).rule())
-    _console().print(table)
+        rows.append((bundle.path.name, proven, parse_arch(proven).rule(), *counts))
+    show_table(rows, words=3, indent="")
 
 
 def show_bundle(bundle: Bundle) -> None:
     """Prints a whole bundle: what it is, its images, its variants and its producers by kind."""
-    console, manifest = _console(), bundle.manifest
-    _print_facts(console, str(bundle.path), _header(manifest))
-    tables = [image_lines(manifest)]
-    tables += [variant_lines(manifest)] if manifest.variants else []
-    tables += [producer_lines(manifest)] if manifest.producers else []
-    for table in tables:
-        console.print()
-        for line in table:
-            console.print(line)
+    manifest = bundle.manifest
+    show_facts(str(bundle.path), _header(manifest))
+    show()
+    show_images(manifest)
+    if manifest.variants:
+        show()
+        show_variants(manifest)
+    if manifest.producers:
+        show()
+        show_producers(manifest)
 
 
 def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
@@ -80,7 +73,7 @@ def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
         ("(tp,dcp)", pairs(variant.deployments)),
         *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in variant.choices),
     ]
-    _print_facts(_console(), variant.name, facts)
+    show_facts(variant.name, facts)
 
 
 def show_producer(bundle: Bundle, producer: ProducerRecord) -> None:
@@ -93,24 +86,21 @@ def show_producer(bundle: Bundle, producer: ProducerRecord) -> None:
         ("(tp,dcp)", pairs(producer.deployments)),
         *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in producer.choices),
     ]
-    _print_facts(_console(), producer.name, facts)
+    show_facts(producer.name, facts)
 
 
 def show_image(view: ImageView) -> None:
     """Prints one image in full: the manifest's record, the binary's own word, the parameters, and its code."""
-    console = _console()
     record, facts = view.record, view.facts
-    console.print()
-    _print_facts(console, record.name, _image_facts(record, facts))
-    _print_facts(console, "", [("serves", ", ".join(view.serves) or "nothing")])
-    table = _table("parameter", "kind", "offset:", "bytes:")
-    for param in view.params:
-        table.add_row(escape(param.name), param.kind, str(param.offset), str(param.size))
-    console.print()
-    console.print(table)
+    show()
+    show_facts(record.name, _image_facts(record, facts))
+    show_facts("", [("serves", ", ".join(view.serves) or "nothing")])
+    show()
+    params = [(param.name, param.kind, str(param.offset), str(param.size)) for param in view.params]
+    show_table([("parameter", "kind", "offset", "bytes"), *params], words=2, indent="")
     if view.sass is not None:
-        console.print()
-        console.out(view.sass, highlight=False)
+        show()
+        show(view.sass)
 
 
 def _image_facts(record: ImageRecord, facts: CubinFacts) -> Iterator[tuple[str, str]]:
@@ -166,29 +156,6 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
         )
     for (rows, blocks), users in tables.items():
         yield "statistics", f"rows {rows}, saved blocks {blocks} for (tp,dcp) {pairs(users)}"
-
-
-def _print_facts(console: Console, title: str, facts: Iterable[tuple[str, str]]) -> None:
-    if title:
-        console.print(f"[bold]{escape(title)}[/]")
-    before = ""
-    for name, value in facts:
-        label = "" if name == before else escape(name)
-        console.print(f"  [dim]{label:<{LABEL_WIDTH}}[/]  {escape(value)}")
-        before = name
-
-
-def _table(*headers: str) -> Table:
-    """Returns an empty table; a header that ends in `:` has numbers below it."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for header in headers:
-        table.add_column(header.rstrip(":"), justify="right" if header.endswith(":") else "left", no_wrap=True)
-    return table
-
-
-def _console() -> Console:
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=MIN_WIDTH)
 
 
 def _rows(max_rows: int | None) -> str:

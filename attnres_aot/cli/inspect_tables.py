@@ -1,13 +1,15 @@
-"""The tables of `attnres-aot inspect`: images, variants and producers of a bundle, as lines that fit 80 characters."""
+"""The tables of `attnres-aot inspect`: images, variants and producers of a bundle; they fit 80 characters."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attnres_aot.bundle.manifest import Manifest, ProducerRecord, VariantRecord
-from attnres_aot.cli.wording import count, line, pairs, ranges, source_name, span, widths
+from attnres_aot.cli.printing import faint, show, show_table, strong
+from attnres_aot.cli.wording import count, pairs, ranges, source_name, span
+from attnres_aot.columns import line, widths
 
 _VARIANT_HEADER = ("consumer", "nb", "options", "variants", "images", "registers")
 _ALWAYS = ("registers", "bytes")
@@ -29,8 +31,8 @@ class _Kind:
         return (self.slots, self.deployments)
 
 
-def image_lines(manifest: Manifest) -> Iterator[str]:
-    """Yields a table of images with, besides registers and sizes, what is not the same for all of them."""
+def show_images(manifest: Manifest) -> None:
+    """Prints a table of images with, besides registers and sizes, what is not the same for all of them."""
     images = manifest.images
     served = _served(manifest)
     numbers = {
@@ -44,23 +46,23 @@ def image_lines(manifest: Manifest) -> Iterator[str]:
     }
     alike = [f"{name} {values[0]}" for name, values in numbers.items() if name not in _ALWAYS and len(set(values)) == 1]
     shown = [name for name, values in numbers.items() if name in _ALWAYS or len(set(values)) > 1]
-    rows = [("image", *shown, "serves")]
+    rows: list[tuple[str, ...]] = [("image", *shown, "serves")]
     for index, image in enumerate(images):
         cells = (f"{numbers[name][index]:,}" for name in shown)
         rows.append((image.name, *cells, str(served[image.name])))
-    yield f"[bold]{count(len(images), 'image')}[/]{': all with ' + ', '.join(alike) if alike else ''}"
-    yield from _table(rows, words=1)
+    show(f"{strong(count(len(images), 'image'))}{': all with ' + ', '.join(alike) if alike else ''}")
+    show_table(rows)
 
 
-def variant_lines(manifest: Manifest) -> Iterator[str]:
-    """Yields a table of variants by source and deployments, with those of one kind in one row."""
+def show_variants(manifest: Manifest) -> None:
+    """Prints a table of variants by source and deployments, with those of one kind in one row."""
     registers = {image.name: image.registers for image in manifest.images}
     rows: dict[_Group, list[tuple[str, ...]]] = {}
     for (kind, blocks), by_options in _by_kind(manifest.variants).items():
         members = [member for alike in by_options.values() for member in alike]
         used = {choice.image for member in members for choice in member.choices}
         options = ", ".join(by_options)
-        cells = (
+        cells: tuple[str, ...] = (
             kind.consumer,
             blocks,
             options,
@@ -70,16 +72,17 @@ def variant_lines(manifest: Manifest) -> Iterator[str]:
         )
         rows.setdefault(kind.group, []).append(cells)
     columns = widths([_VARIANT_HEADER, *(cells for section in rows.values() for cells in section)])
-    yield f"[bold]{count(len(manifest.variants), 'variant')}[/]"
-    yield f"[dim]{line(_VARIANT_HEADER, columns, words=3)}[/]"
+    show(strong(count(len(manifest.variants), "variant")))
+    show(f"  {faint(line(_VARIANT_HEADER, columns, words=3))}")
     for group in sorted(rows):
         slots, deployments = group
-        yield f"{source_name(slots)}, for (tp,dcp) {pairs(deployments)}"
-        yield from (line(cells, columns, words=3) for cells in rows[group])
+        show(f"{source_name(slots)}, for (tp,dcp) {pairs(deployments)}")
+        for row in rows[group]:
+            show(f"  {line(row, columns, words=3)}")
 
 
-def producer_lines(manifest: Manifest) -> Iterator[str]:
-    """Yields a table of producers, with those of one kernel in one row."""
+def show_producers(manifest: Manifest) -> None:
+    """Prints a table of producers, with those of one kernel in one row."""
     registers = {image.name: image.registers for image in manifest.images}
     kinds: dict[tuple[str, tuple[tuple[int, int], ...]], list[ProducerRecord]] = {}
     for producer in manifest.producers:
@@ -89,14 +92,8 @@ def producer_lines(manifest: Manifest) -> Iterator[str]:
         used = {choice.image for member in members for choice in member.choices}
         blocks = ranges(member.nb for member in members if member.nb is not None)
         rows.append((kernel, blocks or "-", pairs(deployments), str(len(used)), span(registers[name] for name in used)))
-    yield f"[bold]{count(len(manifest.producers), 'producer')}[/]"
-    yield from _table(rows, words=3)
-
-
-def _table(rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:
-    columns = widths(rows)
-    yield f"[dim]{line(rows[0], columns, words)}[/]"
-    yield from (line(row, columns, words) for row in rows[1:])
+    show(strong(count(len(manifest.producers), "producer")))
+    show_table(rows, words=3)
 
 
 def _served(manifest: Manifest) -> Counter[str]:

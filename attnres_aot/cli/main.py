@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 
 import click
 
 from attnres_aot._version import __version__
-from attnres_aot.cli import device_cli, streams
-from attnres_aot.cli.entry import BUILDER_COMMANDS, INSTALL_BUILD, is_build_module
+from attnres_aot.cli import streams
+from attnres_aot.cli.commands import ANYWHERE, BUILD_MACHINE, COMMANDS, DEPLOYMENT, install_command
 from attnres_aot.cli.wording import error_text
 from attnres_aot.errors import AttnResError, ConfigError, UsageError, did_you_mean
 
@@ -20,22 +21,25 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when called, so that help needs none of their modules."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Lists builder commands, then the commands of a deployment image."""
-        return [*BUILDER_COMMANDS, *device_cli.COMMANDS]
+        """Lists every command."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one command."""
-        if cmd_name in device_cli.COMMANDS:
-            return _forwarding(cmd_name)
-        if cmd_name not in BUILDER_COMMANDS:
+        """Imports one command.
+
+        Raises:
+          UsageError: something that it needs is not installed; says what to install.
+        """
+        if cmd_name not in COMMANDS:
             return None
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; nothing here needs numpy
         try:
             module = importlib.import_module(f"attnres_aot.cli.{cmd_name}_command")
         except ModuleNotFoundError as error:
-            if not is_build_module(error):
+            if error.name is None or error.name.split(".")[0] == "attnres_aot":
                 raise
-            text = f"{cmd_name!r} needs the module {error.name!r}, which is not installed: {INSTALL_BUILD}"
-            raise UsageError(text) from error
+            needs = f"{cmd_name!r} needs the module {error.name.split('.')[0]!r}, which is not installed"
+            raise UsageError(f"{needs}: {install_command(COMMANDS[cmd_name].extra)}") from error
         command: click.Command = module.command
         return command
 
@@ -51,15 +55,9 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands by where they run, without importing them."""
-        anywhere = {name: text for name, text in device_cli.COMMANDS.items() if name in device_cli.ANYWHERE}
-        deployed = {name: text for name, text in device_cli.COMMANDS.items() if name not in device_cli.ANYWHERE}
-        for title, commands in (
-            ("On a build machine", BUILDER_COMMANDS),
-            ("In a deployment image", deployed),
-            ("Anywhere", anywhere),
-        ):
-            with formatter.section(title):
-                formatter.write_dl(list(commands.items()))
+        for place in (BUILD_MACHINE, DEPLOYMENT, ANYWHERE):
+            with formatter.section(place):
+                formatter.write_dl([(name, each.help) for name, each in COMMANDS.items() if each.where == place])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -93,22 +91,6 @@ def run(arguments: list[str]) -> int:
         streams.give_up_output(error)
         return FAILED
     return status if isinstance(status, int) else DONE
-
-
-def _forwarding(name: str) -> click.Command:
-    """Returns a command that hands its arguments, `--help` included, to the deployment commands."""
-
-    @click.command(
-        name,
-        help=device_cli.COMMANDS[name],
-        add_help_option=False,
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def forward(arguments: tuple[str, ...]) -> int:
-        return device_cli.main([name, *arguments])
-
-    return forward
 
 
 def _fail(message: str, status: int) -> int:

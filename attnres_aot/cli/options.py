@@ -1,28 +1,41 @@
-"""Options that several builder commands share, as decorators that pass parsed values.
+"""Options that several commands share, as decorators that pass parsed values.
 
 | decorator | parameter | value |
 |---|---|---|
 | `arch_option` | `archs` | `tuple[Arch, ...]`, at least one, without duplicates, in the order given |
 | `config_option` | `config_path` | `Path`, for `attnres_aot.config.load_config` |
 | `selection_options` | `selection` | `plan.Selection` |
+| `device_option` | `device` | `str` or None |
 | `json_option` | `as_json` | `bool` |
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from attnres_aot.config.reader import DEFAULT_CONFIG
+from attnres_aot.config.shipped import DEFAULT_NAME, path_of
 from attnres_aot.errors import UsageError
 from attnres_aot.plan.plan import Selection
 from attnres_aot.spec.arch import Arch, choices, parse_buildable_arch
 
 Function = Callable[..., Any]
+
+
+class Number(click.FloatRange):
+    """A number within a range, which nan is not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Reads the number."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"nan is not in the range {self._describe_range()}.", param, ctx)
+        return number
 
 
 def _parse_archs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Arch, ...]:
@@ -56,11 +69,14 @@ config_option = click.option(
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
-    default=DEFAULT_CONFIG,
+    default=path_of(DEFAULT_NAME),
     metavar="FILE",
     help="Configuration to read; the shipped kimi_k3.yaml when left out.",
 )
 """`--config`."""
+
+device_option = click.option("--device", help="CUDA device, e.g. cuda:1; the current one when left out.")
+"""`--device`."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, and nothing else.")
 """`--json`."""

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from attnres_aot.bundle.manifest import to_json
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
 from attnres_aot.cli.plan_rows import Row, Source, sources
-from attnres_aot.cli.wording import count, line, pairs, ranges, source_name, widths
+from attnres_aot.cli.printing import faint, show, strong
+from attnres_aot.cli.wording import count, pairs, ranges, source_name
+from attnres_aot.columns import line, widths
 from attnres_aot.config.reader import load_config
 from attnres_aot.plan.plan import Plan, Selection, plan
 from attnres_aot.spec.arch import Arch
@@ -49,44 +50,44 @@ def _write_json(plans: list[Plan]) -> None:
 
 
 def _show(plans: list[Plan]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
     first, config = plans[0], plans[0].config
     counts = f"{count(len(first.variants), 'variant')} and {count(len(first.producers), 'producer')} "
     counts += f"served by {count(len(first.images), 'image')}"
-    console.print(f"[bold]{config.name}[/]: {counts}, for each arch")
+    show(f"{strong(config.name)}: {counts}, for each arch")
     deployments = pairs(each.pair for each in first.deployments)
-    console.print(
-        f"[dim]{count(config.model.layers, 'layer')} of {config.model.hidden_size}, "
-        f"{count(config.model.blocks, 'saved block')} (nb); (tp, dcp): {deployments}[/]\n"
-    )
+    model = config.model
+    geometry = f"{count(model.layers, 'layer')} of {model.hidden_size}, {count(model.blocks, 'saved block')} (nb)"
+    show(faint(f"{geometry}; (tp, dcp): {deployments}"))
+    show()
     grouped = sources(first)
     columns = widths([_HEADER, *(_cells(row) for source in grouped for row in source.rows)])
-    console.print(f"[dim]{line(_HEADER, columns, _WORDS)}[/]")
+    show(f"  {faint(line(_HEADER, columns, _WORDS))}")
     for source in grouped:
-        console.print(f"[bold]{source_name(source.slots)}[/]: {_source_facts(source, first)}")
+        show(f"{strong(source_name(source.slots))}: {_source_facts(source, first)}")
         users = source.deployments
         for row in sorted(source.rows, key=lambda row: (row.deployments != source.deployments, row.deployments)):
             if row.deployments != users:
                 users = row.deployments
-                console.print(f"  [dim]for {pairs(users)} alone:[/]")
-            console.print(line(_cells(row), columns, _WORDS))
-    _show_producers(console, first)
-    console.print("\n[dim]Rows of a source share images: the written block, the aux copy and the[/]")
-    console.print("[dim]mailbox capacity are launch arguments, and with statistics nb is one too.[/]")
+                show(f"  {faint(f'for {pairs(users)} alone:')}")
+            show(f"  {line(_cells(row), columns, _WORDS)}")
+    _show_producers(first)
+    show()
+    show(faint("Rows of a source share images: the written block, the aux copy and the"))
+    show(faint("mailbox capacity are launch arguments, and with statistics nb is one too."))
     limits = sorted({choice.max_rows for each in first.variants for choice in each.choices if choice.max_rows})
     if limits:
         text = ", ".join(map(str, limits))
-        console.print(f"[dim]Some variants have images of their own for few rows: up to {text}.[/]")
-    console.print()
+        show(faint(f"Some variants have images of their own for few rows: up to {text}."))
+    show()
     for each in plans:
-        console.print(f"[bold]{each.bundle_name}[/]: for {each.arch.rule()}")
+        show(f"{strong(each.bundle_name)}: for {each.arch.rule()}")
 
 
-def _show_producers(console: Console, shown: Plan) -> None:
+def _show_producers(shown: Plan) -> None:
     """Prints the producers of one kernel and of the same deployments as one line."""
     if not shown.producers:
         return
-    console.print(f"[bold]producers[/]: {count(len(shown.producers), 'image')}, one each")
+    show(f"{strong('producers')}: {count(len(shown.producers), 'image')}, one each")
     kinds: dict[tuple[str, tuple[tuple[int, int], ...]], list[int | None]] = {}
     for planned in shown.producers:
         kinds.setdefault((planned.producer.kernel, planned.deployments), []).append(planned.producer.nb)
@@ -94,7 +95,7 @@ def _show_producers(console: Console, shown: Plan) -> None:
         counts = [nb for nb in blocks if nb is not None]
         what = f"of {ranges(counts)} saved blocks" if counts else "into mailboxes of any geometry"
         everyone = len(deployments) == len(shown.deployments)
-        console.print(f"  {kernel} {what}{'' if everyone else f', only {pairs(deployments)}'}")
+        show(f"  {kernel} {what}{'' if everyone else f', only {pairs(deployments)}'}")
 
 
 def _source_facts(source: Source, shown: Plan) -> str:

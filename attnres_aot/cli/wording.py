@@ -1,8 +1,8 @@
-"""How the commands word counts, numbers and deployments, and how they line up columns."""
+"""How the commands word counts, numbers and deployments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 def error_text(message: str) -> str:
@@ -48,17 +48,3 @@ def span(numbers: Iterable[int]) -> str:
 def source_name(slots: int) -> str:
     """Writes where a consumer's source row comes from."""
     return f"mailbox of {count(slots, 'slot')}" if slots else "ordinary source"
-
-
-def widths(rows: Iterable[Sequence[str]]) -> list[int]:
-    """Returns the width of each column of `rows`, which have equally many cells."""
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
-def line(cells: Sequence[str], columns: Sequence[int], words: int) -> str:
-    """Lines up one row, indented by two: the first `words` cells to the left, further ones to the right."""
-    placed = [
-        cell.ljust(width) if index < words else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(cells, columns, strict=True))
-    ]
-    return "  ".join(["", *placed]).rstrip()

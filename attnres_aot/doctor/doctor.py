@@ -1,11 +1,10 @@
 """Says whether bundles can be launched on this machine: facts, the search for a bundle, and problems with fixes.
 
-`diagnose` is pure: facts in, findings out. `run` is the command `attnres-aot doctor`.
+`diagnose` is pure: facts in, findings out.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -228,22 +227,3 @@ def report_json(facts: Facts, findings: list[Finding]) -> str:
         "resolutions": facts.resolutions,
     }
     return json.dumps(to_json(report), indent=1, sort_keys=True)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `attnres-aot doctor`."""
-    parser.add_argument("bundle", nargs="?", help="a bundle or a folder of bundles; default: search as load() does")
-    parser.add_argument("--name", help="configuration name, e.g. kimi_k3; default: any")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs `attnres-aot doctor`, printing through `args.echo`.
-
-    Returns:
-      0 when bundles can be launched on this machine, 1 when something prevents it.
-    """
-    facts = gather_facts(args.bundle, args.name)
-    findings = diagnose(facts)
-    args.echo(report_json(facts, findings) if args.json else "\n".join(report_lines(facts, findings)))
-    return int(any(finding.severity == "problem" for finding in findings))

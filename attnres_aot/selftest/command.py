@@ -1,13 +1,11 @@
-"""The command `attnres-aot selftest`: every image of a bundle against the fp64 reference on this machine's GPU.
+"""What `attnres-aot selftest` does: every image of a bundle against the fp64 reference on this machine's GPU.
 
 Needs torch and this package, nothing else, so that it runs in a deployment image.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterable
@@ -18,13 +16,12 @@ import torch
 from attnres_aot.bundle.reader import Bundle
 from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.selftest import report
-from attnres_aot.selftest.cases import MAX_ROWS, ROW_COUNTS, draw_banks
+from attnres_aot.selftest.cases import draw_banks
 from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.selftest.producers import ProducerResult, bundle_producers, check_producers
 from attnres_aot.selftest.report import Setting
 from attnres_aot.selftest.suite import VariantResult, bundle_variants, check_variants, image_variants
-from attnres_aot.spec.row_counts import parse_rows
-from attnres_aot.spec.variants import PUBLISH, STATISTICS, Producer, Variant, parse_producer, parse_variant
+from attnres_aot.spec.variants import Producer, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,43 +54,15 @@ class Chosen:
     """Producers."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("bundle", nargs="?", help="bundle or folder of bundles (default: search like load() does)")
-    parser.add_argument(
-        "--all-variants", action="store_true", help="every variant, not just enough to reach every image"
-    )
-    parser.add_argument(
-        "--variant", action="append", default=[], metavar="NAME", help="only this variant or producer; may be repeated"
-    )
-    parser.add_argument(
-        "--rows",
-        default=",".join(map(str, ROW_COUNTS)),
-        help=f"row counts, 1 to {MAX_ROWS} each (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, help="seed of the inputs (default: another one each time; it is printed)")
-    parser.add_argument("--device", help="CUDA device, e.g. cuda:1 (default: the current one)")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs the command: 0 when everything asked for was checked and right, 1 otherwise."""
-    request = Request(
-        bundle=args.bundle,
-        device=args.device,
-        variants=tuple(parse_variant(name) for name in args.variant if not is_producer(name)),
-        producers=tuple(parse_producer(name) for name in args.variant if is_producer(name)),
-        all_variants=args.all_variants,
-        rows=parse_rows(args.rows, MAX_ROWS),
-        seed=secrets.randbelow(1 << 31) if args.seed is None else args.seed,
-    )
+def run(request: Request, echo: Callable[[str], None], *, as_json: bool) -> int:
+    """Runs the self-test and prints what it finds: 0 when everything asked for was checked and right, 1 otherwise."""
     consumer = LoadedConsumer.open(request.bundle, request.device)
     chosen = choose(consumer.bundle, request)
     width = max(len("variant"), *(len(str(each)) for each in (*chosen.variants, *chosen.producers)))
 
     def show(row: str) -> None:
-        if not args.json:
-            args.echo(row)
+        if not as_json:
+            echo(row)
 
     counts = f"{len(chosen.variants)} variants and {len(chosen.producers)} producers"
     show(f"{counts} of {consumer.bundle.path} on {consumer.device_name}, seed {request.seed}")
@@ -101,10 +70,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     results, made = check_bundle(consumer, chosen, request, show, width)
     setting = describe(consumer, request.rows, request.seed, time.monotonic() - started)
-    if args.json:
-        args.echo(json.dumps(report.to_json(results, setting, made), indent=1))
-    else:
-        args.echo(report.summary_line(results, made))
+    whole = json.dumps(report.to_json(results, setting, made), indent=1) if as_json else ""
+    echo(whole or report.summary_line(results, made))
     complete = (len(results), len(made)) == (len(chosen.variants), len(chosen.producers))
     right = all(each.cases and not each.problems for each in results)
     right &= all(each.cases and not each.problems for each in made)
@@ -146,11 +113,6 @@ def choose(bundle: Bundle, request: Request) -> Chosen:
     _refuse_missing(bundle, "variant", map(str, request.variants), list(map(str, variants)))
     _refuse_missing(bundle, "producer", map(str, request.producers), list(map(str, producers)))
     return Chosen(variants=request.variants, producers=request.producers)
-
-
-def is_producer(name: str) -> bool:
-    """Tells whether a name can only be that of a producer."""
-    return name.startswith((STATISTICS, PUBLISH))
 
 
 def _refuse_missing(bundle: Bundle, what: str, names: Iterable[str], present: list[str]) -> None:

@@ -1,11 +1,10 @@
-"""The command `attnres-aot tune`: measures where precomputed statistics and launch shapes pay, and writes the tables.
+"""What `attnres-aot tune` does: measures where precomputed statistics and launch shapes pay, and writes the tables.
 
 Needs torch and this package; with PyYAML, what it writes is read back and checked before it replaces anything.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -14,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from attnres_aot.bench.clock import QUICK, STANDARD, Effort, graph_time_us
+from attnres_aot.bench.clock import Effort, graph_time_us
 from attnres_aot.bench.command import describe
 from attnres_aot.bench.gpu import gpu_facts
-from attnres_aot.bench.points import MAX_ROWS, ROWS
 from attnres_aot.bench.results import write_atomically
 from attnres_aot.bench.rig import Rig
 from attnres_aot.bundle.manifest import to_json
@@ -26,9 +24,8 @@ from attnres_aot.config.source import MAX_BYTES, read_source
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime.api import load
 from attnres_aot.runtime.find.loaded import LoadedBundle
-from attnres_aot.spec.row_counts import parse_rows
 from attnres_aot.tune import show
-from attnres_aot.tune.decide import EXPOSED, MARGIN, RULES, Cell, Decision, decide
+from attnres_aot.tune.decide import RULES, Cell, Decision, decide
 from attnres_aot.tune.measure import check_bundle, deployments, measure_cells
 from attnres_aot.tune.shapes import ShapeTimes, best_choices, time_shapes, variants_with_choice
 from attnres_aot.tune.yaml_tables import replace_deployments
@@ -40,8 +37,12 @@ Echo = Callable[[str], None]
 class Request:
     """What a run is asked for."""
 
+    bundle: str | None
+    """A bundle or a folder of bundles; None searches as `attnres_aot.load` does."""
+    device: str | None
+    """CUDA device; None is torch's current one."""
     rows: tuple[int, ...]
-    """Row counts that are measured."""
+    """Row counts that are measured, ascending."""
     rule: str
     """What decides: a key of RULES."""
     margin: float
@@ -50,46 +51,24 @@ class Request:
     """Launch with programmatic stream serialization."""
     effort: Effort
     """Launches and replays."""
-    config: Path
-    """The configuration whose tables are replaced."""
+    config: Path | None
+    """The configuration whose tables are replaced; None for the one that ships under the bundle's name."""
     out: Path | None
     """Where the new configuration is written; None: nowhere."""
+    save: Path | None
+    """Where every measured time is written, as JSON; None: nowhere."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("bundle", nargs="?", help="bundle or folder of bundles (default: search like load() does)")
-    parser.add_argument("--device", help="CUDA device, e.g. cuda:1 (default: the current one)")
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="row counts to measure (default: %(default)s)")
-    parser.add_argument(
-        "--rule",
-        choices=tuple(RULES),
-        default=EXPOSED,
-        help="what decides: "
-        + "; ".join(f"{name}: {text}" for name, text in RULES.items())
-        + " (default: %(default)s). All are measured and shown.",
-    )
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=100 * MARGIN,
-        metavar="PERCENT",
-        help="a smaller win is a tie (default: %(default)g)",
-    )
-    parser.add_argument("--pdl", choices=("on", "off"), default="on", help="launch mode (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--config", type=Path, help="configuration to put the tables into (default: the shipped one)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration with measured tables to FILE")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write every measured time to FILE, as JSON")
-    parser.add_argument("--json", action="store_true", help="print JSON only")
+def run(request: Request, show_line: Echo, *, as_json: bool) -> int:
+    """Measures, decides, shows, and writes what was asked for.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Runs the command."""
-    loaded = load(args.bundle, args.device)
-    request = read_request(args, loaded)
-    text = None if request.out is None else read_config_text(request.config)
-    echo: Echo = (lambda _: None) if args.json else args.echo
+    Raises:
+      UsageError: more rows than the bundle's mailboxes hold, or there is no configuration to put tables into.
+    """
+    loaded = load(request.bundle, request.device)
+    config = _checked_config(request, loaded)
+    text = None if request.out is None else read_config_text(config)
+    echo: Echo = (lambda _: None) if as_json else show_line
     setting = describe(loaded, gpu_facts(loaded.device.device), request.effort)
     serves = deployments(loaded)
     rig = make_rig(loaded, request.effort)
@@ -103,46 +82,32 @@ def run(args: argparse.Namespace) -> int:
     shapes = measure_shapes(rig, request, echo)
     if text is not None and request.out is not None:
         comment = show.comment_lines(cells, decisions, setting, request.rule, request.margin, pdl=request.pdl)
-        written = replace_deployments(text, decisions, comment, str(request.config))
-        checked = check_config(text, written, decisions, str(request.config))
+        written = replace_deployments(text, decisions, comment, str(config))
+        checked = check_config(text, written, decisions, str(config))
         write_atomically(request.out, written)
         echo(f"\nwrote {request.out}" + ("" if checked else "; not read back, as PyYAML is not installed here"))
     data = json.dumps(to_data(cells, by_rule, shapes, setting, request), indent=1)
-    if args.save is not None:
-        write_atomically(args.save, data + "\n")
-    if args.json:
-        args.echo(data)
+    if request.save is not None:
+        write_atomically(request.save, data + "\n")
+    if as_json:
+        show_line(data)
     return 0
 
 
-def read_request(args: argparse.Namespace, loaded: LoadedBundle) -> Request:
-    """Turns parsed arguments into a request.
-
-    Raises:
-      UsageError: an argument is out of range, or there is no configuration to put tables into.
-    """
-    if not 0 <= args.margin < 100:
-        raise UsageError(f"--margin {args.margin:g}: percent from 0 to below 100 are wanted")
+def _checked_config(request: Request, loaded: LoadedBundle) -> Path:
+    """Returns the configuration whose tables are replaced; it must be there if it is to be written anew."""
     manifest = loaded.bundle.manifest
-    rows = tuple(sorted(parse_rows(args.rows, MAX_ROWS)))
-    if rows[-1] > manifest.mailbox.capacity:
+    if request.rows[-1] > manifest.mailbox.capacity:
         raise UsageError(
-            f"--rows {args.rows!r}: the bundle's mailboxes hold {manifest.mailbox.capacity} rows; ask for at most that"
+            f"--rows {','.join(map(str, request.rows))}: the bundle's mailboxes hold {manifest.mailbox.capacity} rows; "
+            "ask for at most that"
         )
-    config = args.config or shipped.FOLDER / f"{manifest.name}.yaml"
-    if args.out is not None and not os.path.lexists(config):
+    config = request.config or shipped.FOLDER / f"{manifest.name}.yaml"
+    if request.out is not None and not os.path.lexists(config):
         raise UsageError(
             f"{config}: there is no such configuration; name the one that the bundle was built from with --config"
         )
-    return Request(
-        rows=rows,
-        rule=args.rule,
-        margin=args.margin / 100,
-        pdl=args.pdl == "on",
-        effort=QUICK if args.quick else STANDARD,
-        config=config,
-        out=args.out,
-    )
+    return config
 
 
 def make_rig(loaded: LoadedBundle, effort: Effort) -> Rig:

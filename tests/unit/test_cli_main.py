@@ -12,8 +12,8 @@ import click
 import pytest
 
 from attnres_aot._version import __version__
-from attnres_aot.cli import device_cli
-from attnres_aot.cli.entry import BUILDER_COMMANDS, main
+from attnres_aot.cli.commands import COMMANDS, install_command
+from attnres_aot.cli.entry import main
 from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +34,11 @@ MISUSES = [
     Misuse("misspelt_arch", ["plan", "--arch", "sm100"], "(did you mean 'sm_100'?); choose from sm_90, sm_90a"),
     Misuse("two_bad_archs", ["plan", "--arch", "sm_1,x"], "'x' is not a GPU architecture name"),
     Misuse("empty_arch", ["plan", "--arch", ""], "'' is not a GPU architecture name"),
-    Misuse("unknown_command", ["plna"], "no command 'plna' (did you mean 'plan'?); choose from plan, build, verify"),
+    Misuse("unknown_command", ["plna"], "no command 'plna' (did you mean 'plan'?); choose from plan, build, selftest"),
     Misuse("unknown_option", ["plan", "--foo"], "--foo"),
+    Misuse("misspelt_deployment_command", ["docter"], "no command 'docter' (did you mean 'doctor'?); choose from plan"),
+    Misuse("unknown_option_of_doctor", ["doctor", "--fast"], "No such option '--fast'"),
+    Misuse("abbreviated_option", ["doctor", "--js"], "No such option '--js'"),
     Misuse("option_without_value", ["plan", "--arch"], "--arch"),
     Misuse("text_for_number", ["plan", "--arch", "sm_100", "--tp", "x"], "'x' is not a valid integer"),
     Misuse("extra_argument", ["plan", "--arch", "sm_100", "extra"], "extra"),
@@ -101,9 +104,9 @@ def test_outcome_decides_the_status(case, capsys, monkeypatch):
 def test_help_lists_every_command(option, capsys):
     assert main([option]) == 0
     out = capsys.readouterr().out
-    for name, text in {**BUILDER_COMMANDS, **device_cli.COMMANDS}.items():
+    for name, command in COMMANDS.items():
         assert f"  {name} " in out
-        assert text.split()[0] in out
+        assert command.help.split()[0] in out
 
 
 def test_no_command_is_misuse_and_shows_help(capsys):
@@ -116,50 +119,73 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"attnres-aot {__version__}\n"
 
 
-def test_deployment_commands_get_their_arguments_untouched(monkeypatch):
-    seen = []
-    monkeypatch.setattr(device_cli, "main", lambda argv: seen.append(argv) or 7)
-    assert main(["doctor", "--help", "--json", "x"]) == 7
-    assert sys.modules["attnres_aot.cli.main"].run(["doctor", "--help", "--json", "x"]) == 7
-    assert seen == [["doctor", "--help", "--json", "x"]] * 2
-
-
-def run_bare(*arguments):
-    """Runs the command line in an interpreter that cannot import click."""
+def run_without(modules, *arguments):
+    """Runs the command line in an interpreter that cannot import some modules."""
     program = (
-        "import sys; sys.modules['click'] = None; from attnres_aot.cli.entry import main; sys.exit(main(sys.argv[1:]))"
+        f"import sys; sys.modules.update(dict.fromkeys({list(modules)!r}))\n"
+        "from attnres_aot.cli.entry import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )
 
 
-@pytest.mark.parametrize("name", BUILDER_COMMANDS)
-def test_without_click_a_builder_command_says_what_to_install(name):
-    result = run_bare(name, "--arch", "sm_100")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_without_click_a_command_says_what_to_install(name):
+    result = run_without(["click"], name, "--help")
     assert (result.returncode, result.stdout) == (2, "")
-    text = f"error: {name!r} needs the build tools, which are not installed: pip install 'attnres-aot[build]'\n"
-    assert result.stderr == text
+    assert result.stderr == (
+        f"error: the commands of attnres-aot {__version__} need the module 'click', which is not installed: "
+        f"{install_command(COMMANDS[name].extra)}\n"
+    )
 
 
-def test_without_click_help_and_version_work():
-    result = run_bare("--help")
-    assert result.returncode == 0
-    assert "doctor" in result.stdout
-    assert "pip install 'attnres-aot[build]'" in result.stdout
-    assert run_bare("--version").stdout == f"attnres-aot {__version__}\n"
+RUNTIME_LACKS = ("yaml", "rich", "elftools", "cutlass", "numpy")
+INSPECT_LACKS = ("yaml", "rich", "torch", "cutlass", "numpy")
 
 
-def test_without_click_a_deployment_command_works():
-    result = run_bare("doctor", "--help")
-    assert result.returncode == 0
-    assert "usage: attnres-aot doctor" in result.stdout
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.extra == "runtime"])
+def test_a_deployment_image_has_what_its_commands_need(name):
+    result = run_without(RUNTIME_LACKS, name, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"Usage: attnres-aot {name} [OPTIONS]")
 
 
-def test_without_click_an_unknown_command_is_misuse():
-    result = run_bare("doktor")
-    assert result.returncode == 2
-    assert "did you mean 'doctor'?" in result.stderr
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.extra == "inspect"])
+def test_looking_at_bundles_needs_no_compiler(name, tmp_path):
+    result = run_without(INSPECT_LACKS, name, str(tmp_path / "none"))
+    assert result.returncode == 1
+    assert "there is no such folder; build one with" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("plan", "yaml"), ("inspect", "elftools"), ("verify", "elftools"), ("bench", "torch")]
+)
+def test_what_a_command_lacks_is_named_with_the_extra_that_installs_it(name, module):
+    result = run_without([module], name, "--help")
+    assert (result.returncode, result.stdout) == (2, "")
+    needs = f"{name!r} needs the module {module!r}, which is not installed"
+    assert result.stderr.startswith(f"error: {needs}")
+    assert result.stderr.endswith(f": {install_command(COMMANDS[name].extra)}\n")
+
+
+def test_a_missing_module_of_the_package_itself_is_not_hidden(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "gone", COMMANDS["plan"])
+    with pytest.raises(ModuleNotFoundError, match=r"attnres_aot\.cli\.gone_command"):
+        main(["gone"])
+
+
+def test_every_command_has_its_module_and_every_module_its_command():
+    modules = {path.stem.removesuffix("_command") for path in (ROOT / "attnres_aot" / "cli").glob("*_command.py")}
+    assert modules == set(COMMANDS)
+
+
+def test_a_reader_that_leaves_early_causes_no_noise():
+    program = [sys.executable, "-m", "attnres_aot", "doctor", "--json"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        running.stdout.close()
+        assert running.wait() == 1
+        assert running.stderr.read() == ""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict", "latin-1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import sys
@@ -11,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from attnres_aot.bundle.manifest import SCHEMA
+from attnres_aot.cli import doctor_command
 from attnres_aot.doctor import doctor
 from attnres_aot.doctor.doctor import Facts, diagnose, report_lines
 from attnres_aot.doctor.machine import Driver, Gpu, Machine, Torch, gather_driver, gather_machine, gather_torch
@@ -390,9 +391,10 @@ def test_torch_is_read_and_not_imported(case: TorchFile, tmp_path: Path, monkeyp
 
 def run(monkeypatch: pytest.MonkeyPatch, found: Machine, bundle: str | None, *, as_json: bool) -> tuple[int, str]:
     monkeypatch.setattr(doctor, "gather_machine", lambda: found)
-    printed: list[str] = []
-    status = doctor.run(argparse.Namespace(bundle=bundle, name=None, json=as_json, echo=printed.append))
-    return status, "\n".join(printed)
+    arguments = [*([bundle] if bundle else []), *(["--json"] if as_json else [])]
+    done = CliRunner().invoke(doctor_command.command, arguments, standalone_mode=False)
+    assert done.exception is None
+    return done.return_value, done.output.removesuffix("\n")
 
 
 def test_the_command_fails_with_the_trace_of_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -414,7 +416,7 @@ def test_json_is_one_object_with_every_fact(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_the_command_succeeds_where_every_gpu_has_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "gather_facts", lambda bundle, name: facts())
+    monkeypatch.setattr(doctor_command, "gather_facts", lambda bundle, name: facts())
     status, text = run(monkeypatch, HEALTHY, None, as_json=True)
     assert (status, json.loads(text)["can_launch"]) == (0, True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import click
 import pytest
 
 from attnres_aot.bench.points import match_variants
-from attnres_aot.cli.entry import BUILDER_COMMANDS
+from attnres_aot.cli.commands import COMMANDS
 from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 from attnres_aot.errors import UsageError
 from attnres_aot.plan.plan import Selection, plan
@@ -62,13 +61,9 @@ def test_patterns_of_measured_variants():
 
 
 def help_texts():
-    for name in BUILDER_COMMANDS:
+    for name in COMMANDS:
         command = importlib.import_module(f"attnres_aot.cli.{name}_command").command
         yield from (parameter.help for parameter in command.params if isinstance(parameter, click.Option))
-    for module in ("attnres_aot.selftest.command", "attnres_aot.bench.command", "attnres_aot.doctor.doctor"):
-        parser = argparse.ArgumentParser()
-        importlib.import_module(module).add_arguments(parser)
-        yield from (action.help for action in parser._actions)
 
 
 def test_help_texts():

@@ -146,15 +146,15 @@ CHOICES = [
         places=(
             place(
                 "here",
-                candidate("/a", schema=3),
+                candidate("/a", schema=4),
                 candidate("/b", schema=True),
                 candidate("/c", schema="1"),
-                candidate("/d", schema=2.0),
+                candidate("/d", schema=3.0),
             ),
         ),
         chosen=None,
         statuses=("refused",) * 4,
-        reasons=("manifest schema 3, but this", "schema True", "schema '1'", "schema 2.0"),
+        reasons=("manifest schema 4, but this", "schema True", "schema '1'", "schema 3.0"),
     ),
     Choice(
         name="unusable-manifests",

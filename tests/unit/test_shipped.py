@@ -56,7 +56,7 @@ def test_an_unknown_name_lists_those_there_are(name, capsys):
 
 
 def test_it_works_without_the_build_tools():
-    program = "import sys; sys.modules['click'] = sys.modules['yaml'] = sys.modules['torch'] = None\n"
+    program = "import sys; sys.modules['yaml'] = sys.modules['torch'] = None\n"
     program += "from attnres_aot.cli.entry import main; sys.exit(main(['config']))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, DEFAULT_CONFIG.read_text())

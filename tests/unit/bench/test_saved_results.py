@@ -11,7 +11,7 @@ import pytest
 
 from attnres_aot.bench.compare import compare
 from attnres_aot.bench.results import MAX_REPORT_BYTES, numbers, read_report
-from attnres_aot.cli.device_cli import main
+from attnres_aot.cli.entry import main
 from attnres_aot.errors import UsageError
 
 PEER = Path(__file__).parents[3] / "docs" / "peers" / "triton_h200.json"

@@ -8,8 +8,8 @@ added is found and run here without anybody remembering to; one that is written 
 
 from __future__ import annotations
 
-import argparse
 import ast
+import contextlib
 import importlib
 import os
 import re
@@ -21,17 +21,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
 
-from attnres_aot.cli import device_cli
-from attnres_aot.cli.device_cli import COMMANDS
-from attnres_aot.cli.entry import BUILDER_COMMANDS, main
+from attnres_aot.cli.commands import COMMANDS
+from attnres_aot.cli.entry import main
 from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "attnres_aot"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = "|".join([*BUILDER_COMMANDS, *COMMANDS])
+NAMES = "|".join(COMMANDS)
 ADVISED = rf"attnres-aot (?:{NAMES})\b|pip install |python -c "
 """How a command in a message starts."""
 DOCUMENTED = rf"{ADVISED}|make [a-z-]+|scripts/[a-z_]+\.sh"
@@ -41,6 +41,7 @@ NEED_A_GPU = ("selftest", "bench", "tune")
 PLACEHOLDERS = {
     "{arch}": "sm_90",
     "{end}": " --force",
+    "{extra}": "inspect",
     "{name}": "kimi_k3_all",
     "{path.stem}": "kimi_k3_all",
     "{PACKAGE}": "nvidia-cuda-nvdisasm",
@@ -215,13 +216,10 @@ def test_every_command_of_this_program_works_as_printed(desk):
 
 
 def parses(name: str, arguments: list[str]) -> bool:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(device_cli._MODULES[name].module).add_arguments(parser)
-    try:
-        parser.parse_args(arguments)
-    except SystemExit as stop:
-        return stop.code == 0
-    return True
+    command = importlib.import_module(f"attnres_aot.cli.{name}_command").command
+    with contextlib.suppress(click.UsageError), click.Context(command) as context:
+        return command.make_parser(context).parse_args(arguments)[1] == []
+    return False
 
 
 @pytest.mark.parametrize("printed", [each for each in COMMANDS_PRINTED if each.text.startswith("pip")], ids=str)

@@ -21,7 +21,7 @@ from attnres_aot.bench.gpu import GpuFacts, host_bytes
 from attnres_aot.bench.points import Selection
 from attnres_aot.bench.results import COLD, WARM
 from attnres_aot.bench.rig import EPS, Job, Rig, Sets, traffic
-from attnres_aot.cli import device_cli
+from attnres_aot.cli import entry
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime import api
 from attnres_aot.runtime.cuda.driver import open_driver
@@ -359,7 +359,7 @@ ARGUMENTS = ("--part", "gpu", "--variants", "nb2-delta", "--rows", "1,4")
 @pytest.mark.usefixtures("machine_without_gpu")
 class TestCommand:
     def bench(self, bundle: LoadedBundle, *arguments: str) -> int:
-        return device_cli.main(["bench", str(bundle.bundle.path), *ARGUMENTS, *arguments])
+        return entry.main(["bench", str(bundle.bundle.path), *ARGUMENTS, *arguments])
 
     def test_saves_and_compares(
         self, bundle: LoadedBundle, tmp_path: Path, capsys: pytest.CaptureFixture[str], timer: FakeTimer
@@ -397,9 +397,10 @@ class TestCommand:
     def test_wrong_arguments_are_misuse(self, bundle: LoadedBundle, capsys: pytest.CaptureFixture[str]) -> None:
         for arguments, text in (
             (("--rows", "0"), "--rows '0': row counts from 1 to 4096"),
-            (("--soak", "-1"), "--soak -1: a number of launches"),
-            (("--soak-seconds", "0"), "--soak-seconds 0: a time above 0"),
-            (("--threshold", "-5"), "--threshold -5: percent"),
+            (("--soak", "-1"), "Invalid value for '--soak': -1 is not in the range 0<=x<="),
+            (("--soak-seconds", "0"), "Invalid value for '--soak-seconds': 0.0 is not in the range 0<x<="),
+            (("--threshold", "-5"), "Invalid value for '--threshold': -5.0 is not in the range 0<=x<=1000"),
+            (("--threshold", "nan"), "Invalid value for '--threshold': nan is not in the range"),
             (("--variants", "nb9*"), "--variants 'nb9*' matches none"),
             (("--compare", "gone.json"), "gone.json: cannot be read"),
             (("--load", "gone.json"), "add --compare FILE"),

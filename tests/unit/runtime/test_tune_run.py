@@ -12,7 +12,7 @@ from attnres_aot.bench.cold_child import _bind_all, _Memory
 from attnres_aot.bench.gpu import GpuFacts
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.bundle.manifest import Choice
-from attnres_aot.cli import device_cli
+from attnres_aot.cli import entry
 from attnres_aot.config.reader import parse_config
 from attnres_aot.runtime import api
 from attnres_aot.runtime.prepared import PreparedAttnRes
@@ -61,7 +61,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune(bundle, *arguments: str) -> int:
-    return device_cli.main(["tune", str(bundle.bundle.path), "--rows", "1,8,64", *arguments])
+    return entry.main(["tune", str(bundle.bundle.path), "--rows", "1,8,64", *arguments])
 
 
 def test_writes_the_tables_that_win(bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +112,9 @@ def test_a_bundle_without_statistics_is_refused(stub, bundles, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--margin", "100"), "--margin 100: percent from 0 to below 100"),
+        (("--margin", "100"), "Invalid value for '--margin': 100.0 is not in the range 0<=x<100"),
         (("--rows", "1,65"), "the bundle's mailboxes hold 64 rows"),
-        (("--rule", "fast"), "invalid choice: 'fast'"),
+        (("--rule", "fast"), "Invalid value for '--rule': 'fast' is not one of"),
         (("--out", "x.yaml"), "tiny.yaml: there is no such configuration; name the one"),
         (("--config", "gone.yaml", "--out", "x.yaml"), "gone.yaml: there is no such configuration"),
     ],

@@ -11,7 +11,7 @@ from simulated_producer import SimulatedProducer
 
 from attnres_aot.bundle.manifest import Manifest, ModelRecord, dump_manifest
 from attnres_aot.bundle.reader import Bundle
-from attnres_aot.cli import device_cli
+from attnres_aot.cli import entry
 from attnres_aot.errors import DriverError, OperandError
 from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.selftest.report import kind_of, totals
@@ -78,7 +78,7 @@ class Raising:
 
 def test_a_right_bundle_passes(install, capsys):
     install()
-    assert device_cli.main(["selftest", "x", "--rows", "1,3", "--seed", "5"]) == 0
+    assert entry.main(["selftest", "x", "--rows", "1,3", "--seed", "5"]) == 0
     out = capsys.readouterr().out
     assert "seed 5" in out
     assert "all right" in out
@@ -89,7 +89,7 @@ def test_a_right_bundle_passes(install, capsys):
 
 def test_a_wrong_kernel_fails_and_is_named(install, capsys):
     install(SimulatedConsumer(eps_factor=2.0))
-    assert device_cli.main(["selftest", "x", "--rows", "16", "--all-variants"]) == 1
+    assert entry.main(["selftest", "x", "--rows", "16", "--all-variants"]) == 1
     out = capsys.readouterr().out
     assert "5 of 6 variants FAILED" in out  # without saved blocks there is no logit
     assert "nb1-delta rows 16" in out
@@ -97,17 +97,17 @@ def test_a_wrong_kernel_fails_and_is_named(install, capsys):
 
 def test_a_wrong_producer_fails_and_is_named(install, capsys):
     install(producer=SimulatedProducer(clean=torch.clone))
-    assert device_cli.main(["selftest", "x", "--rows", "16"]) == 1
+    assert entry.main(["selftest", "x", "--rows", "16"]) == 1
     out = capsys.readouterr().out
     assert "1 of 2 producers FAILED" in out
     assert "publish rows 16 dense" in out
-    assert device_cli.main(["selftest", "x", "--rows", "16", "--variant", "statistics-nb1"]) == 0
+    assert entry.main(["selftest", "x", "--rows", "16", "--variant", "statistics-nb1"]) == 0
     assert "1 producers, 3 launches" in capsys.readouterr().out
 
 
 def test_json_is_all_that_is_printed(install, capsys):
     install()
-    assert device_cli.main(["selftest", "--json", "--variant", "nb1-delta", "--rows", "2", "--seed", "1"]) == 0
+    assert entry.main(["selftest", "--json", "--variant", "nb1-delta", "--rows", "2", "--seed", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["setting"]["rows"] == [2]
     assert found["setting"]["variants_in_bundle"] == 6
@@ -115,7 +115,7 @@ def test_json_is_all_that_is_printed(install, capsys):
     assert found["variants"][0]["launches"] == 3
     assert found["totals"][-1]["failed"] == 0
     assert found["producers"] == []
-    assert device_cli.main(["selftest", "--json", "--variant", "publish", "--rows", "2", "--seed", "1"]) == 0
+    assert entry.main(["selftest", "--json", "--variant", "publish", "--rows", "2", "--seed", "1"]) == 0
     (publish,) = json.loads(capsys.readouterr().out)["producers"]
     assert (publish["name"], publish["ok"], publish["launches"]) == ("publish", True, 3)
 
@@ -144,13 +144,13 @@ MISUSES = [
 @pytest.mark.parametrize("case", MISUSES, ids=lambda case: case.name)
 def test_misuse_says_what_is_allowed(case, install, capsys):
     install()
-    assert device_cli.main(["selftest", *case.arguments]) == 2
+    assert entry.main(["selftest", *case.arguments]) == 2
     assert case.text in capsys.readouterr().err
 
 
 def test_a_refused_launch_fails_its_variant_only(install, capsys):
     install(Raising(OperandError("prefix is odd"), at="nb1-delta-ring8"))
-    assert device_cli.main(["selftest", "--rows", "1", "--all-variants"]) == 1
+    assert entry.main(["selftest", "--rows", "1", "--all-variants"]) == 1
     out = capsys.readouterr().out
     assert "OperandError: prefix is odd" in out
     assert "1 of 6 variants FAILED" in out
@@ -166,7 +166,7 @@ def test_a_lost_device_ends_the_run(banks):
 
 def test_a_run_that_was_cut_short_fails(install, capsys):
     install(Raising(RuntimeError("CUDA error"), at="nb1-delta-ring8"))
-    assert device_cli.main(["selftest", "--rows", "1"]) == 1
+    assert entry.main(["selftest", "--rows", "1"]) == 1
     assert "the device failed: CUDA error" in capsys.readouterr().out
 
 
