@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.bundle.manifest import ModelRecord, dump_manifest, seal
+from attnres_aot.bundle.manifest import SCHEMA, ModelRecord, dump_manifest, seal
 from attnres_aot.doctor import doctor
 from attnres_aot.doctor.machine import Driver, Gpu
 from attnres_aot.errors import BundleError
@@ -180,8 +180,8 @@ DAMAGES = [
     ),
     Damage(
         name="newer",
-        inflict=lambda bundle: replace_manifest(bundle, schema=4),
-        message="manifest schema 4, but this attnres-aot reads schema 3",
+        inflict=lambda bundle: replace_manifest(bundle, schema=SCHEMA + 1),
+        message=f"manifest schema {SCHEMA + 1}, but this attnres-aot reads schema {SCHEMA}",
     ),
     Damage(
         name="nameless",

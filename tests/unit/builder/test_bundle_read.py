@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from attnres_aot.bundle.folder import read_at_once
-from attnres_aot.bundle.manifest import seal
+from attnres_aot.bundle.manifest import SCHEMA, seal
 from attnres_aot.bundle.reader import image_bytes, read_bundle, read_image
 from attnres_aot.errors import BundleError
 
@@ -50,7 +50,9 @@ class Edit:
 
 
 EDITS = [
-    Edit("schema", ("schema",), 99, "manifest schema 99, but this attnres-aot reads schema 3; rebuild the bundle"),
+    Edit(
+        "schema", ("schema",), 99, f"manifest schema 99, but this attnres-aot reads schema {SCHEMA}; rebuild the bundle"
+    ),
     Edit("bundle-name", ("name",), "../tiny", "name: '../tiny' is not a safe file name"),
     Edit("arch", ("arch", "proven"), "sm_xx", "arch.proven: 'sm_xx' is not a GPU architecture name"),
     Edit("escape", ("images", 0, "file"), "../secret.cubin", "file '../secret.cubin' is not a safe file name"),

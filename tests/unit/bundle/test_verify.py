@@ -17,7 +17,7 @@ import pytest
 from renaming import rename_kernel
 
 from attnres_aot.bundle import swap
-from attnres_aot.bundle.manifest import MANIFEST_NAME
+from attnres_aot.bundle.manifest import MANIFEST_NAME, SCHEMA
 from attnres_aot.cli.entry import main
 from attnres_aot.spec.params import CONSUMER_PARAMS
 from attnres_aot.verify import derive
@@ -208,7 +208,7 @@ LIES = [
     Lie(
         name="schema",
         change=lambda raw: raw.update(schema=1),
-        message="manifest schema 1, but this attnres-aot reads schema 3",
+        message=f"manifest schema 1, but this attnres-aot reads schema {SCHEMA}",
     ),
     Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
     Lie(name="bundle name", change=lambda raw: raw.update(name="a/b"), message="'a/b' is not a safe file name"),
@@ -555,7 +555,7 @@ def flip_manifest(bundle) -> None:
 
 def loosen(bundle) -> None:
     """Writes another form of the same manifest, with the digest of that form."""
-    data = bundle.manifest_path.read_bytes().replace(b'"schema": 3', b'"schema":  3')
+    data = bundle.manifest_path.read_bytes().replace(b'"schema": ', b'"schema":  ')
     start = data.index(b'\n "sha256": "') + 13
     digest = hashlib.sha256(data[:start] + b"0" * 64 + data[start + 64 :]).hexdigest().encode()
     bundle.manifest_path.write_bytes(data[:start] + digest + data[start + 64 :])
