@@ -63,6 +63,7 @@ Rounding points: d (several slots), P, mix (final), out. Everything else is fp32
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64, range_constexpr
@@ -100,6 +101,19 @@ SPARE = 4.0
 CANCEL = 2.0**-6
 """Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
 roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
+
+
+class Mixture(NamedTuple):
+    """The mixture of all sources, not yet normalised."""
+
+    mix: list
+    """[V * 8] fp32, s times the mixture."""
+    s: Float32
+    """Sum of all shares."""
+    square: Float32
+    """Mean square of `mix` plus out_eps s^2."""
+    cancelled: Boolean
+    """That has cancelled and is not to be used."""
 
 
 class Consumer:
@@ -166,11 +180,13 @@ class Consumer:
         of_blocks, of_all, of_mix = self.sums.open(tid, rank)
         share = share_of_row(self, tid, row, rank)
         w, vb, step = load_sources(p, self.nb, share, self.load)  # [V * 8] fp32, [nb][V] vectors
-        self.sums.send_products(of_blocks, [unpack_all(vecs) for vecs in vb], w, cluster_waits=True)
-        early = self._load_rest(p, share) if self.early_loads else None
+        self.sums.leave_products(of_blocks, [unpack_all(vecs) for vecs in vb], w)
+        cute.arch.cluster_wait()
+        self.sums.dispatch(of_blocks)
+        rest = self._load_rest(p, share) if self.early_loads else None
         m, l, mixed = self._mix_blocks(of_blocks, vb, p.eps)  # fp32, fp32, [V * 8] fp32
         self.sums.leave_early(of_all, dot(mixed, mixed))
-        vp, vo = early or self._load_rest(p, share)  # [V] vectors each
+        vp, vo = rest or self._load_rest(p, share)  # [V] vectors each
         self._prefetch_source(p, share)
         cute.arch.griddepcontrol_wait()
         vx = self._update(vp, load_row(p.source, p.source_row_stride, share, ptx.ld_vec))  # [V] vectors
@@ -180,7 +196,8 @@ class Consumer:
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, 4)
-        self._fold(p, share, of_mix, x, m, l, mixed, sums, weight, out_at)
+        mixture = self._fold(p, x, m, l, mixed, sums)
+        self._finish(p, share, of_mix, mixture, weight, out_at)
 
     def _mailbox_split(self, p):
         """A mailbox and many blocks: these are mixed in the shadow of the first look, or before it where registers are few."""
@@ -189,10 +206,11 @@ class Consumer:
         share = share_of_row(self, tid, row, rank)
         w, vb, step = load_sources(p, self.nb, share, self.load)  # [V * 8] fp32, [nb][V] vectors
         of_blocks, of_all, of_mix = self._open_and_wait(tid, rank)
-        self.sums.send_products(of_blocks, [unpack_all(vecs) for vecs in vb], w, cluster_waits=False)
-        early = self._wait_and_look(p, share) if self.early_loads else None
+        self.sums.leave_products(of_blocks, [unpack_all(vecs) for vecs in vb], w)
+        self.sums.dispatch(of_blocks)
+        seen = self._wait_and_look(p, share) if self.early_loads else None
         m, l, mixed = self._mix_blocks(of_blocks, vb, p.eps)  # fp32, fp32, [V * 8] fp32
-        vp, vo, looked = early or self._wait_and_look(p, share)
+        vp, vo, looked = seen or self._wait_and_look(p, share)
         vx = self._update(vp, self.mailbox.take(p, share, looked))  # [V] vectors
         vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
         copies = self._copies(p, step)
@@ -202,7 +220,8 @@ class Consumer:
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, 4)
-        self._fold(p, share, of_mix, x, m, l, mixed, sums, weight, out_at)
+        mixture = self._fold(p, x, m, l, mixed, sums)
+        self._finish(p, share, of_mix, mixture, weight, out_at)
         cute.arch.griddepcontrol_wait()  # later launches wait for this grid alone: it must not end before the one it follows
 
     def _mailbox_gram(self, p):
@@ -223,7 +242,8 @@ class Consumer:
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, len(products))
-        self._mix_all(p, share, of_mix, vb, x, sums, weight, out_at)
+        mixture = self._mix_all(p, vb, x, sums)
+        self._finish(p, share, of_mix, mixture, weight, out_at)
         cute.arch.griddepcontrol_wait()  # as above
 
     def _statistics(self, p):
@@ -239,7 +259,15 @@ class Consumer:
         cute.arch.griddepcontrol_wait()
         m, l, mixed = self._load_statistics(p, share)  # fp32, fp32, [V * 8] fp32
         vx = self._update(vp, load_row(p.source, p.source_row_stride, share, ptx.ld_vec))  # [V] vectors
-        self._fold_statistics(p, share, of_all, of_mix, vx, w, m, l, mixed, vo, step)
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        own = dot(mixed, mixed)
+        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, 4)
+        mixture = self._fold(p, x, m, l, mixed, sums, overflow(sums[3]))
+        self._finish(p, share, of_mix, mixture, weight, out_at)
 
     def _mailbox_statistics(self, p):
         """Statistics in the place of blocks, and a mailbox: its first look is before the wait for the statistics."""
@@ -253,7 +281,15 @@ class Consumer:
         m, l, mixed = self._load_statistics(p, share)  # fp32, fp32, [V * 8] fp32
         vx = self._update(vp, self.mailbox.take(p, share, looked))  # [V] vectors
         vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
-        self._fold_statistics(p, share, of_all, of_mix, vx, w, m, l, mixed, vo, step)
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        own = dot(mixed, mixed)
+        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, 4)
+        mixture = self._fold(p, x, m, l, mixed, sums, overflow(sums[3]))
+        self._finish(p, share, of_mix, mixture, weight, out_at)
 
     def _norm_only(self, p):
         """No block: the updated prefix is the mixture."""
@@ -274,16 +310,6 @@ class Consumer:
         weight = unpack_all(vo)  # [V * 8] fp32
         (square,) = self.sums.receive(of_all, 1)
         _store(out_at, share, x, self._inv_rms(square, p.out_eps) + overflow(square), weight)
-
-    def _fold_statistics(self, p, share, of_all, of_mix, vx, w, m, l, mixed, vo, step):
-        copies = self._copies(p, step)
-        x = unpack_all(vx)  # [V * 8] fp32
-        own = dot(mixed, mixed)
-        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
-        out_at = self._store_prefix(p, share, vx, copies)
-        weight = unpack_all(vo)  # [V * 8] fp32
-        sums = self.sums.receive(of_all, 4)
-        self._fold(p, share, of_mix, x, m, l, mixed, sums, weight, out_at, overflow(sums[3]))
 
     def _open_and_wait(self, tid, rank):
         """Opens the exchanges when loads are under way, in whose shadow the CTAs of a row wait for one another."""
@@ -362,8 +388,8 @@ class Consumer:
         """Pairs of the gram's sources, by number, of which the last is the updated prefix."""
         return [(i, j) for i in range(self.nb + 1) for j in range(i)]
 
-    def _mix_all(self, p, share, of_mix, vb, x, sums, weight, out_at):
-        """Stores the output over the saved blocks and the updated prefix `x`, from the sums of all their products."""
+    def _mix_all(self, p, vb, x, sums):
+        """Mixes the saved blocks and the updated prefix `x`, by the sums of all their products; returns a Mixture."""
         n = self.nb + 1
         squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
         logits = [logit(vv, vw, self.inv_hidden, p.eps) for vv, vw in zip(squares, dots, strict=True)]  # [nb + 1]
@@ -373,11 +399,10 @@ class Consumer:
         pairs = zip(self._pairs(), crosses, strict=True)
         twice = tree_sum([shares[i] * cross * shares[j] for (i, j), cross in pairs])
         square = (terms + 2.0 * twice) * self.inv_hidden + p.out_eps * (s * s)
-        cancelled = square < terms * (CANCEL * self.inv_hidden)
-        self._finish(p, share, of_mix, mix, s, square, cancelled, weight, out_at)
+        return Mixture(mix, s, square, square < terms * (CANCEL * self.inv_hidden))
 
-    def _fold(self, p, share, of_mix, x, m, l, mixed, sums, weight, out_at, flaw=None):
-        """Stores the output: folds the updated prefix `x` into the mixture of the saved blocks.
+    def _fold(self, p, x, m, l, mixed, sums, flaw=None):
+        """Folds the updated prefix `x` into the mixture of the saved blocks; returns a Mixture.
 
         With the larger of exp(m) and exp(logit) as the unit, the shares are a of M, or `mixed`, and b of `x`, of which one is
         constant and the other has the factor e <= 1, the square of an exponential of half the difference. The mean square of
@@ -400,15 +425,14 @@ class Consumer:
         square = (last * e + of_both) * e + first
         a, b = select(above, e, Float32(1.0)), select(above, Float32(most_b), most_b * e)
         cancelled = square < first * (2.5 * CANCEL)
-        mix = combine([a, b], [mixed, x])  # [V * 8]
-        self._finish(p, share, of_mix, mix, a * l + b, square, cancelled, weight, out_at)
+        return Mixture(combine([a, b], [mixed, x]), a * l + b, square, cancelled)
 
-    def _finish(self, p, share, of_mix, mix, s, square, cancelled, weight, out_at):
-        """Stores the output from `mix`, s times the mixture.
+    def _finish(self, p, share, of_mix, mixture, weight, out_at):
+        """Stores the output.
 
-        `square` is its mean square plus out_eps s^2, unless that has `cancelled`. What is multiplied in which order matters:
-        a share and rsqrt may be so small that their product is none.
+        What is multiplied in which order matters: a share and rsqrt may be so small that their product is none.
         """
+        mix, s, square, cancelled = mixture
         if self.final:
             scale = ptx.reciprocal(s)
             mix = round_bf16([scale * value for value in mix])

@@ -125,7 +125,7 @@ class RowSums:
     def send(self, exchange, values, last_is_left=False):
         """Adds `values`, as `exchange` takes them, over this CTA and sends the sums to the cluster."""
         self._leave(exchange, values, last_is_left)
-        self._dispatch(exchange)
+        self.dispatch(exchange)
 
     def receive(self, exchange, wanted):
         """Waits for what the row's CTAs have sent; returns the row's sums of the first `wanted` values."""
@@ -156,17 +156,13 @@ class RowSums:
         else:
             ptx.st_shared(exchange.mine, mine)
 
-    def send_products(self, exchange, sources, w, cluster_waits):
-        """Sends v . v and v . w of each source v; the exchange has twice the number of sources, padded to a power of two."""
+    def leave_products(self, exchange, sources, w):
+        """Leaves v . v and v . w of each source v; the exchange has twice the number of sources, padded to a power of two."""
         pads = [None] * (exchange.count // 2 - len(sources))
-        values = [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads
-        self._leave(exchange, values)
-        if cluster_waits:
-            cute.arch.cluster_wait()
-        self._dispatch(exchange)
+        self._leave(exchange, [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads)
 
     def receive_logits(self, exchange, sources, inv_hidden, eps):
-        """Returns the `logit` of each source, alike in all threads, from `send_products`."""
+        """Returns the `logit` of each source, alike in all threads, from `leave_products`."""
         half = exchange.count // 2
         ptx.mbarrier_wait(exchange.barrier)
         at = cute.arch.lane_idx() % half
@@ -179,7 +175,7 @@ class RowSums:
         column = exchange.received + at * 4
         return tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])
 
-    def _dispatch(self, exchange):
+    def dispatch(self, exchange):
         """Adds what the threads of this CTA have left and sends it to the cluster."""
         lines, stride = self._lines(exchange.count), self._stride(exchange.count)
         cute.arch.sync_threads()

@@ -78,7 +78,9 @@ class Statistics:
         share = share_of_row(self, tid, row, rank)
         w, vb, _ = load_sources(p, self.nb, share, ptx.ld_vec_const)  # [V * 8] fp32, [nb][V] vectors
 
-        self.sums.send_products(exchange, [unpack_all(vecs) for vecs in vb], w, cluster_waits=True)
+        self.sums.leave_products(exchange, [unpack_all(vecs) for vecs in vb], w)
+        cute.arch.cluster_wait()
+        self.sums.dispatch(exchange)
         logits = self.sums.receive_logits(exchange, self.nb, self.inv_hidden, p.eps)  # [nb]
         m, e, l = softmax(logits)  # e: [nb]
         mixed = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])  # [V * 8]
