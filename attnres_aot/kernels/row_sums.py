@@ -146,13 +146,13 @@ class RowSums:
         while offset >= share:
             value = value + cute.arch.shuffle_sync_bfly(value, offset)
             offset //= 2
-        ptx.st_shared_where(exchange.mine, value, Int32(cute.arch.lane_idx() >= WARP - share))
+        ptx.st_shared(exchange.mine, value, Int32(cute.arch.lane_idx() >= WARP - share))
 
     def _leave(self, exchange, values, last_is_left=False):
         """Adds `values` over lanes until each holds one, and leaves the parts for the CTA."""
         mine = _reduce_scatter(values, cute.arch.lane_idx())
         if last_is_left:
-            ptx.st_shared_where(exchange.mine, mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange.count))
+            ptx.st_shared(exchange.mine, mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange.count))
         else:
             ptx.st_shared(exchange.mine, mine)
 
