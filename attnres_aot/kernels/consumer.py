@@ -1,5 +1,10 @@
 """The AttnRes consumer: one fused pass over a token row of H bf16 elements, one cluster of CTAs per row.
 
+Written in PTX vectors (`ptx`, `vectors`) and not in CuTe layouts and copies. A thread has one or two 16-byte vectors of a row, so
+there is no tiling that a layout could describe; and what this kernel stands on is what a copy leaves to the compiler: a mailbox
+fragment is one 16-byte access at system scope, vectors beyond the row are zeros and never stored, and loads, the dependency
+wait and stores stay in the order in which they are written here.
+
 Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and P (updated prefix):
 
     P       = bf16(prefix + d)            or d without delta;  d = delta row, or bf16(sum over mailbox slots)
@@ -10,51 +15,58 @@ Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and 
     out     = bf16(mix * rsqrt(mix . mix / H + out_eps) * out_norm)
 
 Only `final` divides by s = A l + B: the output of s * mix with out_eps * s^2 in the place of out_eps is the same. l, M and B
-are kept 2**SPARE smaller than above, so that s is from 1/16 to 1 and no intermediate exceeds the largest source. Two orders
-of the same work:
+are kept 2**SPARE smaller than above, so that s is from 1/16 to 1 and no intermediate exceeds the largest source. Two ways to
+the same sums, and the schedules (methods of `Consumer`) that take them:
 
-split   For an ordinary source, and for many blocks. What depends on the saved blocks alone (m, l, M) is computed before
-        the delta is needed, with an exchange of 2 nb sums. One exchange of four sums remains after it, because
-        s^2 mix . mix = A^2 (M . M) + 2 A B (M . P) + B^2 (P . P). With statistics only that one is left.
-gram    For a mailbox and few blocks: all products of all sources in one exchange, shares p_s of all of them, and
-        s^2 mix . mix = sum_st p_s p_t (v_s . v_t).
+split   What depends on the saved blocks alone (m, l, M) is computed before the delta is needed, with an exchange of 2 nb sums.
+        One exchange of four sums remains after it, because s^2 mix . mix = A^2 (M . M) + 2 A B (M . P) + B^2 (P . P).
+        `_ordinary`, `_mailbox_split`; with statistics only that one is left: `_statistics`, `_mailbox_statistics`.
+gram    All products of all sources in one exchange, shares p_s of all of them, and
+        s^2 mix . mix = sum_st p_s p_t (v_s . v_t). `_mailbox_gram`; `_norm_only` is its case of no blocks.
 
 Where the sum for mix . mix cancels (below CANCEL of its positive terms) its rounding error would show, and the cluster
 agrees, from identical bits, to sum the squares of mix itself and to store the output once more: the store before it is
 what everybody else waits for. `final` always sums them, since it rounds mix to bf16 first.
 
-| operand  | shape                | type | strides             | align | read, and when | written, and when |
-|----------|----------------------|------|---------------------|-------|----------------|-------------------|
+| operand  | shape                | type | strides             | align | read | written |
+|----------|----------------------|------|---------------------|-------|------|---------|
 | source   | [rows, H]            | bf16 | row dynamic, last 1 | 16 B  | after the wait | |
-| (ring)   | [slots, capacity, H] | bf16 | slot, row dynamic   | 16 B  | polled after the wait (early: before) | armed when complete |
-| prefix   | [rows, H]            | bf16 | row dynamic         | 16 B  | with delta: before the wait | while the last sums travel |
-| blocks   | [rows, B, H]         | bf16 | row, block dynamic  | 16 B  | 0..nb-1: before the wait | `write`: as prefix |
-| norm, query, out_norm | [H]     | bf16 | 1                   | 16 B  | before the wait | |
+| (ring)   | [slots, capacity, H] | bf16 | slot, row dynamic   | 16 B  | after the wait (early: before) | each vector armed once it is complete: 1st |
+| prefix   | [rows, H]            | bf16 | row dynamic         | 16 B  | with delta: before the wait | 2nd, while the last sums travel |
+| blocks   | [rows, B, H]         | bf16 | row, block dynamic  | 16 B  | 0..nb-1: before the wait | `write`: 2nd, after prefix |
+| norm, query, out_norm | [H]     | bf16 | 1                   | 16 B  | before the wait (out_norm with more than 8 slots: after) | |
 | mixture  | [cap, H]             | fp32 | H, 1                | 16 B  | after the wait (statistics) | |
 | scal     | [cap, 2]             | fp32 | 2, 1                | 8 B   | after the wait (statistics) | |
-| aux      | [rows, H]            | bf16 | row dynamic         | 16 B  | | as prefix |
-| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | last; a second time where sums cancelled |
+| aux      | [rows, H]            | bf16 | row dynamic         | 16 B  | | 2nd, after blocks |
+| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | 3rd, after the last sums; again where they cancelled |
+| fault    | [4]                  | u32  | 1                   | 16 B  | | in place of the rest, when `spin_budget` is spent |
 
-"The wait" is the dependency wait, for the grid before this one: with it, everything is written, and a mailbox looked at, when that
-grid has ended and its memory is visible. Parameter `early` puts it at the end of a kernel with a mailbox, where the caller promises that
-nobody minds (`attnres_aot.runtime.launch.pdl` has the promise).
+"The wait" is the dependency wait (griddepcontrol.wait), for the grid before this one to end and its memory to be visible.
+Everything is written after it, with one exception: with parameter `early`, which the caller may set who knows that nobody minds
+(`attnres_aot.runtime.launch.pdl` has the promise), mailbox kernels put it at their end, after all that they write. Those with statistics
+then look at the mailbox before it, and write after it all the same. Parameters are `attnres_aot.spec.params.CONSUMER_PARAMS`.
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
 (rank * V + i) * T + tid of the row, i < V, as far as the row has them: K * T * V * 8 is H, or the next multiple of 1024,
-and threads beyond the row hold zeros and store nothing.
+and threads beyond the row hold zeros and store nothing. Lists of vectors are [V], lists of elements [V * 8].
 
-Shared memory and synchronisation are those of `row_sums`: up to three exchanges, of which the third (mix . mix itself) is
-entered by the whole cluster or not at all.
+Shared memory is that of `row_sums`, which has the map, with three exchanges, of which the third (mix . mix itself) is
+entered by the whole cluster or not at all. Offsets and, at the end, size in bytes for T = 128:
+
+| schedule      | values   | of_blocks | of_all | of_mix | rooms | mbarriers | size |
+|---------------|----------|-----------|--------|--------|-------|-----------|------|
+| split, nb 8   | 16, 4, 1 | 0         | 1280   | 1984   | 2688  | 3200      | 3224 |
+| gram, nb 5    | 0, 32, 1 |           | 0      | 2048   | 2752  | 3264      | 3288 |
+| statistics    | 0, 4, 1  |           | 0      | 704    | 1408  | 1920      | 1944 |
+| norm only     | 0, 1, 0  |           | 0      |        | 704   | 1216      | 1240 |
 
 Dependents are released at entry, so that their work before the delta overlaps. A kernel that has little (no blocks, or
 statistics) releases them when that is done, which keeps the grids that follow from crowding it.
 
-In a chain of dependent launches what follows the wait is the critical path, so as much as possible is done before it, or
-while the last exchange's sums travel: the delta's address is translated (a prefetch), the cluster barrier is passed, M . M
-is added up and left in shared memory, which also keeps the compiler from putting M off, and the updated prefix is stored
-when the sums are under way, to addresses that are worked out then. With a mailbox the wait comes
-before the first look, and the blocks are mixed in the shadow of that look. There the cluster barrier is passed while the loads are under way, and the mailbox vectors of up
-to 8 slots are looked at together: in the common case all are full, and one branch says so.
+In a chain of dependent launches what follows the wait is the critical path. So before it the delta's address is translated (a
+prefetch), the cluster barrier is passed, and M . M is added up and left in shared memory, which also keeps the compiler from
+putting M off; and the addresses of what is stored are worked out while sums travel. With a mailbox the cluster barrier is passed
+while loads are under way.
 
 Shares are right down to fp32's smallest normal number, 2**-126 of the largest, and nothing from 2**-145 on.
 A source whose squares fp32 cannot add up makes its row NaN: its logit would be 0, and the output wrong.
@@ -62,58 +74,31 @@ A source whose squares fp32 cannot add up makes its row NaN: its logit would be 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
 
-from functools import partial
-from typing import NamedTuple
-
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64, range_constexpr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.mailbox import Mailbox
+from attnres_aot.kernels.mixing import SPARE, fold, gram_mixture, gram_products, gram_size, mix_blocks
 from attnres_aot.kernels.row_sums import PACKET, RowSums, padded
 from attnres_aot.kernels.vectors import (
-    LOG2_E,
     VEC,
     add_bf16,
-    combine,
     dot,
     load_row,
     load_sources,
     load_weight,
-    logit,
     overflow,
     pack,
-    quick_exp,
     round_bf16,
     row_and_rank,
-    select,
     share_of_row,
-    softmax,
-    tree_sum,
     unpack_all,
     vec_address,
 )
 
 GRAM_BLOCKS = 5
 """Most saved blocks whose dot products go in one exchange: those of 6 sources are 27, and a warp has 32 lanes."""
-SPARE = 4.0
-"""Halvings of all shares, so that those of 9 sources add up to no more than 1; even, so that the largest share is exact."""
-CANCEL = 2.0**-6
-"""Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
-roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
-
-
-class Mixture(NamedTuple):
-    """The mixture of all sources, not yet normalised."""
-
-    mix: list
-    """[V * 8] fp32, s times the mixture."""
-    s: Float32
-    """Sum of all shares."""
-    square: Float32
-    """Mean square of `mix` plus out_eps s^2."""
-    cancelled: Boolean
-    """That has cancelled and is not to be used."""
 
 
 class Consumer:
@@ -152,7 +137,7 @@ class Consumer:
             assert not slots, "no mailbox without saved blocks"
             return self._norm_only, (0, 1, 0)
         if slots and nb <= GRAM_BLOCKS:
-            return self._mailbox_gram, (0, padded((nb + 1) * (nb + 4) // 2), 1)
+            return self._mailbox_gram, (0, padded(gram_size(nb + 1)), 1)
         return (self._mailbox_split if slots else self._ordinary), (max(PACKET, padded(2 * nb)), 4, 1)
 
     @cute.jit
@@ -184,7 +169,8 @@ class Consumer:
         cute.arch.cluster_wait()
         self.sums.dispatch(of_blocks)
         rest = self._load_rest(p, share) if self.early_loads else None
-        m, l, mixed = self._mix_blocks(of_blocks, vb, p.eps)  # fp32, fp32, [V * 8] fp32
+        logits = self.sums.receive_logits(of_blocks, self.nb, self.inv_hidden, p.eps)  # [nb] fp32
+        m, l, mixed = mix_blocks(logits, vb)  # fp32, fp32, [V * 8] fp32
         self.sums.leave_early(of_all, dot(mixed, mixed))
         vp, vo = rest or self._load_rest(p, share)  # [V] vectors each
         self._prefetch_source(p, share)
@@ -196,7 +182,7 @@ class Consumer:
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, 4)
-        mixture = self._fold(p, x, m, l, mixed, sums)
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums)
         self._finish(p, share, of_mix, mixture, weight, out_at)
 
     def _mailbox_split(self, p):
@@ -209,20 +195,21 @@ class Consumer:
         self.sums.leave_products(of_blocks, [unpack_all(vecs) for vecs in vb], w)
         self.sums.dispatch(of_blocks)
         seen = self._wait_and_look(p, share) if self.early_loads else None
-        m, l, mixed = self._mix_blocks(of_blocks, vb, p.eps)  # fp32, fp32, [V * 8] fp32
+        logits = self.sums.receive_logits(of_blocks, self.nb, self.inv_hidden, p.eps)  # [nb] fp32
+        m, l, mixed = mix_blocks(logits, vb)  # fp32, fp32, [V * 8] fp32
         vp, vo, looked = seen or self._wait_and_look(p, share)
         vx = self._update(vp, self.mailbox.take(p, share, looked))  # [V] vectors
         vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
         copies = self._copies(p, step)
         x = unpack_all(vx)  # [V * 8] fp32
-        own = dot(mixed, mixed)
+        own = dot(mixed, mixed)  # first, as it needs no delta
         self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, 4)
-        mixture = self._fold(p, x, m, l, mixed, sums)
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums)
         self._finish(p, share, of_mix, mixture, weight, out_at)
-        cute.arch.griddepcontrol_wait()  # later launches wait for this grid alone: it must not end before the one it follows
+        cute.arch.griddepcontrol_wait()  # later launches wait for this grid alone, so it must not end before the one it follows
 
     def _mailbox_gram(self, p):
         """A mailbox and few blocks: one exchange of the products of all sources."""
@@ -237,14 +224,14 @@ class Consumer:
         copies = self._copies(p, step)
         x = unpack_all(vx)  # [V * 8] fp32
         v = [*(unpack_all(vecs) for vecs in vb), x]  # [nb + 1][V * 8] fp32
-        products = [dot(a, a) for a in v] + [dot(a, w) for a in v] + [dot(v[i], v[j]) for i, j in self._pairs()]
+        products = gram_products(v, w)
         self.sums.send(of_all, products + [None] * (of_all.count - len(products)))
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, len(products))
-        mixture = self._mix_all(p, vb, x, sums)
+        mixture = gram_mixture(p, self.inv_hidden, vb, x, sums)
         self._finish(p, share, of_mix, mixture, weight, out_at)
-        cute.arch.griddepcontrol_wait()  # as above
+        cute.arch.griddepcontrol_wait()  # as in `_mailbox_split`
 
     def _statistics(self, p):
         """Statistics in the place of blocks, and an ordinary source: nothing but weights and the prefix before the wait."""
@@ -261,12 +248,12 @@ class Consumer:
         vx = self._update(vp, load_row(p.source, p.source_row_stride, share, ptx.ld_vec))  # [V] vectors
         copies = self._copies(p, step)
         x = unpack_all(vx)  # [V * 8] fp32
-        own = dot(mixed, mixed)
+        own = dot(mixed, mixed)  # first, as it needs no delta
         self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, 4)
-        mixture = self._fold(p, x, m, l, mixed, sums, overflow(sums[3]))
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums, overflow(sums[3]))
         self._finish(p, share, of_mix, mixture, weight, out_at)
 
     def _mailbox_statistics(self, p):
@@ -283,20 +270,20 @@ class Consumer:
         vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
         copies = self._copies(p, step)
         x = unpack_all(vx)  # [V * 8] fp32
-        own = dot(mixed, mixed)
+        own = dot(mixed, mixed)  # first, as it needs no delta
         self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
         out_at = self._store_prefix(p, share, vx, copies)
         weight = unpack_all(vo)  # [V * 8] fp32
         sums = self.sums.receive(of_all, 4)
-        mixture = self._fold(p, x, m, l, mixed, sums, overflow(sums[3]))
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums, overflow(sums[3]))
         self._finish(p, share, of_mix, mixture, weight, out_at)
 
     def _norm_only(self, p):
-        """No block: the updated prefix is the mixture."""
+        """No saved block: the updated prefix is the mixture."""
         tid, row, rank = row_and_rank(self.cluster)
         _, of_all, _ = self.sums.open(tid, rank)
         share = share_of_row(self, tid, row, rank)
-        _, _, step = load_sources(p, 0, share, self.load)
+        _, _, step = load_sources(p, 0, share, self.load)  # norm and query are loaded here as everywhere, and not used
         vp, vo = self._load_rest(p, share)  # [V] vectors each
         self._prefetch_source(p, share)
         cute.arch.cluster_wait()
@@ -341,19 +328,13 @@ class Consumer:
         return add_bf16(vp, vd) if self.has_delta else vd
 
     def _load_statistics(self, p, share):
-        """Returns (m, l, M), as `_mix_blocks` does, from the caller's statistics."""
+        """Returns (m, l, M), as `mix_blocks` does, from the caller's statistics."""
         m, l = ptx.ld_scalar_pair(p.scal.toint() + Int64(share.row) * 8)
         words = []
         for col, on in zip(share.cols, share.on, strict=True):
             address = p.mixture.toint() + (Int64(share.row) * self.row_vecs + Int64(col)) * 32
             words += ptx.ld_vec(address, on) + ptx.ld_vec(address + 16, on)
         return m, l * 2.0**-SPARE, [ptx.bits_to_f32(word) * 2.0**-SPARE for word in words]
-
-    def _mix_blocks(self, exchange, vb, eps):
-        """Returns (m, l, M) over the saved blocks, l and M by 2**SPARE too small: softmax in every thread, M per element."""
-        logits = self.sums.receive_logits(exchange, self.nb, self.inv_hidden, eps)  # [nb]
-        m, e, l = softmax(logits, partial(quick_exp, halvings=SPARE))  # e: [nb]
-        return m, l, combine(e, [unpack_all(vecs, launder=True) for vecs in vb])
 
     def _copies(self, p, step):
         """Which copies of the updated prefix are wanted: (offset of the written block in bytes, is there one, is there aux)."""
@@ -383,49 +364,6 @@ class Consumer:
         if has_aux:
             for i in range_constexpr(self.vectors):
                 ptx.st_vec(aux_at[i], vx[i], on[i])
-
-    def _pairs(self):
-        """Pairs of the gram's sources, by number, of which the last is the updated prefix."""
-        return [(i, j) for i in range(self.nb + 1) for j in range(i)]
-
-    def _mix_all(self, p, vb, x, sums):
-        """Mixes the saved blocks and the updated prefix `x`, by the sums of all their products; returns a Mixture."""
-        n = self.nb + 1
-        squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
-        logits = [logit(vv, vw, self.inv_hidden, p.eps) for vv, vw in zip(squares, dots, strict=True)]  # [nb + 1]
-        _, shares, s = softmax(logits, partial(quick_exp, halvings=SPARE))  # shares: [nb + 1]
-        mix = combine(shares, [*(unpack_all(vecs, launder=True) for vecs in vb), x])  # [V * 8]
-        terms = tree_sum([a * sq * a for a, sq in zip(shares, squares, strict=True)])
-        pairs = zip(self._pairs(), crosses, strict=True)
-        twice = tree_sum([shares[i] * cross * shares[j] for (i, j), cross in pairs])
-        square = (terms + 2.0 * twice) * self.inv_hidden + p.out_eps * (s * s)
-        return Mixture(mix, s, square, square < terms * (CANCEL * self.inv_hidden))
-
-    def _fold(self, p, x, m, l, mixed, sums, flaw=None):
-        """Folds the updated prefix `x` into the mixture of the saved blocks; returns a Mixture.
-
-        With the larger of exp(m) and exp(logit) as the unit, the shares are a of M, or `mixed`, and b of `x`, of which one is
-        constant and the other has the factor e <= 1, the square of an exponential of half the difference. The mean square of
-        a M + b x, and out_eps s^2, are a polynomial in e whose coefficients are there before e is. It has cancelled by
-        1 / CANCEL only where its first and last terms are alike, so the first tells.
-        `flaw` is NaN where statistics are of no use; blocks have their logits to say so.
-        """
-        h, unit, most_b, out_eps = self.inv_hidden, 0.5 * LOG2_E, 2.0**-SPARE, p.out_eps
-        xw, xx, mx, mm = sums
-        over = logit(xx, xw * unit, h, p.eps) - m * unit
-        if flaw is not None:
-            over = over + flaw
-        half = ptx.exp2_normal(-ptx.fabs(over))
-        above = over > 0.0
-        of_mixed = mm * h + out_eps * (l * l)
-        of_x = xx * (h * most_b**2) + out_eps * most_b**2
-        of_both = mx * (h * 2.0 * most_b) + out_eps * (2.0 * most_b) * l
-        first, last = select(above, of_x, of_mixed), select(above, of_mixed, of_x)
-        e = half * half
-        square = (last * e + of_both) * e + first
-        a, b = select(above, e, Float32(1.0)), select(above, Float32(most_b), most_b * e)
-        cancelled = square < first * (2.5 * CANCEL)
-        return Mixture(combine([a, b], [mixed, x]), a * l + b, square, cancelled)
 
     def _finish(self, p, share, of_mix, mixture, weight, out_at):
         """Stores the output.

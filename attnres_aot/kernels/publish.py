@@ -7,13 +7,16 @@ subnormals. Per word x of two bf16, in integers, so that nothing is flushed or q
     t = (x & 0x7fff7fff) + 0x7fff7fff     a half's top bit is set where that half is not zero; no carry between halves
     y = x & (t | 0x7fff7fff)              keeps all bits but the sign of a zero
 
-| operand | shape         | type | strides             | align | access |
-|---------|---------------|------|---------------------|-------|--------|
-| source  | [rows, H]     | bf16 | row dynamic, last 1 | 16 B  | read after the dependency wait |
-| mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | rows 0..rows-1 written; one slot, here or on another GPU |
+| operand | shape         | type | strides             | align | read | written |
+|---------|---------------|------|---------------------|-------|------|---------|
+| source  | [rows, H]     | bf16 | row dynamic, last 1 | 16 B  | after the wait | |
+| mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | | rows 0..rows-1: after the wait; one slot, here or on another GPU |
+
+"The wait" is the dependency wait (griddepcontrol.wait). Parameters are `attnres_aot.spec.params.PUBLISH_PARAMS`.
 
 Threads to elements: one CTA per row; thread `tid` of T owns the vectors (8 elements) i * T + tid of the row, i < V, where
-T * V * 8 is H or the next multiple of 1024, and threads beyond the row store nothing. CTAs share nothing; there is no shared memory and no synchronisation.
+T * V * 8 is H or the next multiple of 1024, and threads beyond the row store nothing. CTAs share nothing; there is no shared
+memory and no synchronisation.
 
 No clusters: a cluster starts only where all of its CTAs fit at once, and these rows may be what a consumer beside them
 waits for. H200, driver 580, 2026-11-30: clusters of 7 were in the end not started while another stream's consumer of 64

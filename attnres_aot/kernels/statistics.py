@@ -8,17 +8,21 @@ Per row, with w = norm * query, over saved blocks v_0 .. v_{nb-1}:
     l       = sum_s e_s
     mixture = sum_s e_s v_s          (un-normalised, as the consumer takes it)
 
-| operand     | shape        | type | strides            | align | access |
-|-------------|--------------|------|--------------------|-------|--------|
-| blocks      | [rows, B, H] | bf16 | row, block dynamic | 16 B  | 0..nb-1 read before the dependency wait |
-| norm, query | [H]          | bf16 | 1                  | 16 B  | read before the dependency wait |
-| mixture     | [cap, H]     | fp32 | H, 1               | 16 B  | written after the dependency wait |
-| scal        | [cap, 2]     | fp32 | 2, 1               | 8 B   | written after the dependency wait: (m, l) |
+| operand     | shape        | type | strides            | align | read | written |
+|-------------|--------------|------|--------------------|-------|------|---------|
+| blocks      | [rows, B, H] | bf16 | row, block dynamic | 16 B  | 0..nb-1: before the wait | |
+| norm, query | [H]          | bf16 | 1                  | 16 B  | before the wait | |
+| mixture     | [cap, H]     | fp32 | H, 1               | 16 B  | | after the wait |
+| scal        | [cap, 2]     | fp32 | 2, 1               | 8 B   | | after the wait, last: (m, l) |
+
+"The wait" is the dependency wait (griddepcontrol.wait). Parameters are `attnres_aot.spec.params.STATISTICS_PARAMS`.
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
-(rank * V + i) * T + tid of the row, i < V, as far as the row has them (K * T * V * 8 is H or more). A vector of blocks is 16 bytes, one of mixture 32.
+(rank * V + i) * T + tid of the row, i < V, as far as the row has them (K * T * V * 8 is H or more). A vector of blocks is
+16 bytes, one of mixture 32.
 
-Shared memory and synchronisation are those of `row_sums`: one exchange, of v_s . v_s and v_s . w for every block.
+Shared memory and synchronisation are those of `row_sums`: one exchange, of v_s . v_s and v_s . w for every block, padded to N
+values. With nb 8 and T = 128, N is 16: the exchange is at offset 0, rooms at 1280, the mbarrier at 1792, 1800 bytes in all.
 
 Order of launches: dependents are released at entry, so a consumer may start early; it waits for this grid before it
 reads statistics. This grid waits before it writes them, because the grid before it may be a consumer that still reads
