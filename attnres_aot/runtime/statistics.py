@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -18,7 +16,7 @@ from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View, 
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.memory import overlap_problems
 from attnres_aot.runtime.operands.overlap import Fixed
-from attnres_aot.runtime.operands.weights import check_eps, first_device
+from attnres_aot.runtime.operands.weights import as_vector, check_eps, first_device
 from attnres_aot.runtime.producer import PreparedProducer
 from attnres_aot.spec.variants import STATISTICS, Producer
 
@@ -79,7 +77,7 @@ class PreparedStatistics(PreparedProducer):
         if count is None:
             raise OperandError(f"nb is {nb!r}; a whole number of saved blocks is wanted, that of the consumer")
         super().__init__(Producer(kernel=STATISTICS, nb=count), bundle, pdl=pdl, checks=checks)
-        self._nb, self._norm, self._query = count, _vector(norm, bundle.hidden), _vector(query, bundle.hidden)
+        self._nb, self._norm, self._query = count, as_vector(norm, bundle.hidden), as_vector(query, bundle.hidden)
         problems = vector_problems("norm", self._norm, (bundle.hidden,), torch.bfloat16)
         problems += vector_problems("query", self._query, (bundle.hidden,), torch.bfloat16)
         if problems:
@@ -200,10 +198,3 @@ def statistics(  # noqa: PLR0913 - everything at once
       DriverError: the driver refused, or this process was forked.
     """
     return PreparedStatistics(norm, query, eps, mixture, scal, nb=nb, bundle=bundle, pdl=pdl).run(blocks)
-
-
-def _vector(tensor: Any, hidden: int) -> Any:
-    """Returns a weight [H] or [1, H] as [H], on memory that stays alive even if a parameter's data is replaced."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return tensor.detach()[0] if tensor.shape == (1, hidden) else tensor.detach()
