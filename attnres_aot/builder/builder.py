@@ -84,7 +84,7 @@ def build(request: BuildRequest, facts: BuildFacts, progress: Progress) -> Build
       What was done. When images failed, the report lists them and the bundle is as it was before.
 
     Raises:
-      BundleError: another build of the same bundle is running, or the target may not or cannot be replaced.
+      BundleError: another build of the same bundle is running, or the target must not or cannot be replaced.
       CompileError: the compiler cannot be started at all.
     """
     start = time.perf_counter()
@@ -236,7 +236,7 @@ class _Run:
         )
 
     def _accept(self, name: str, image: FinishedImage) -> None:
-        self.proven[name] = prove_record(self.wanted[name], image, self.request.plan.arch, self.facts.flavour)
+        self.proven[name] = prove_record(self.wanted[name], image.cubin, self.request.plan.arch, self.facts.flavour)
         self.images[name] = image
 
     def _may_go_on(self) -> bool:
@@ -258,7 +258,7 @@ def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory
     if len(images) != len(decided):
         return False
     try:
-        records = [prove_record(wanted, image, request.plan.arch, facts.flavour) for wanted, image in images]
+        records = [prove_record(wanted, image.cubin, request.plan.arch, facts.flavour) for wanted, image in images]
     except CompileError:
         return False
     names = {MANIFEST_NAME, *(record.file for record in records)}

@@ -194,7 +194,7 @@ class PreparedAttnRes(LaunchingConsumer):
         *,
         after: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Launches with the bound mailbox as source: waits for its rows 0..rows-1, and arms them again.
+        """Launches with the bound mailbox as source: waits for its rows 0..rows-1, and re-arms them.
 
         Args:
           prefix: [rows, H]: updated in place; rows is at most the mailbox's capacity.

@@ -1,6 +1,6 @@
 """Guarded memory for one launch: every operand a view into one poisoned allocation, so that a stray access shows.
 
-All memory that a launch may not read holds NaN patterns, and all memory that it may not write is compared afterwards:
+All memory that a launch must not read holds NaN patterns, and all memory that it must not write is compared afterwards:
 guard zones around each operand, rows beyond the launch, the padding between rows and blocks.
 """
 

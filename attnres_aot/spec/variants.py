@@ -228,7 +228,7 @@ class PublishSpec:
 
     @property
     def cluster(self) -> int:
-        """CTAs per row: one, because a cluster may not start beside the consumer that waits for its row."""
+        """CTAs per row: one, because a cluster might not start beside the consumer that waits for its row."""
         return 1
 
 

@@ -46,7 +46,7 @@ def exporting() -> bool:
 
 
 def check_bound_tensors_can_be_traced(what: str, tensors: Iterable[Any]) -> bool:
-    """Tells whether tensors that are bound may be arguments in what is traced; they may not be mixed with stand-ins.
+    """Tells whether tensors that are bound may be arguments in what is traced; they must not be mixed with stand-ins.
 
     Args:
       what: names the launch in the error.

@@ -22,7 +22,7 @@ class Missed:
     eps: tuple[float, float]
     """Epsilons under the logits and of the output norm."""
     source: torch.Tensor
-    """The delta [rows, H], or the mailbox [slots, capacity, H], which must be armed again."""
+    """The delta [rows, H], or the mailbox [slots, capacity, H], which must be re-armed."""
     prefix: torch.Tensor
     """[rows, H] bf16, updated."""
     blocks: torch.Tensor

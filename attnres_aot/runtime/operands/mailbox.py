@@ -2,7 +2,7 @@
 
 A mailbox is a contiguous bf16 tensor [slots, capacity, H]. It is armed (empty) when every 32-bit word of it is
 0x80000000, the bf16 pair (+0.0, -0.0). A publisher writes 16-byte fragments that never hold that word: it turns -0.0
-into +0.0. A ring consumer waits for every fragment of the rows that it reads and arms each again.
+into +0.0. A ring consumer waits for every fragment of the rows that it reads and re-arms each.
 """
 
 from __future__ import annotations

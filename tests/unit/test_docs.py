@@ -1,4 +1,4 @@
-"""The README's examples: commands that exist, options that exist, code that parses, configurations that load."""
+"""The pages: links lead somewhere, paths exist, and examples work as printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from attnres_aot.plan.plan import plan
 from attnres_aot.spec.arch import BUILDABLE
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))}
+TEXTS = {name: path.read_text() for name, path in PAGES.items()}
+README, BUILDING, LAYOUT = (TEXTS[name] for name in ("README.md", "building.md", "layout.md"))
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,11 @@ class Example:
 
 
 def blocks(language):
-    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [Example(f"{language}{number}", text) for number, text in enumerate(found)]
+    return [
+        Example(f"{name}-{language}{number}", text)
+        for name, page in TEXTS.items()
+        for number, text in enumerate(re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    ]
 
 
 def commands(program):
@@ -76,20 +81,20 @@ def test_examples_are_of_commands_that_exist():
 def test_build_options_in_the_table_exist():
     command = importlib.import_module("attnres_aot.cli.build_command").command
     have = {option for parameter in command.params for option in parameter.opts}
-    table = README.split("Useful options of `build`:")[1].split("\n\n")[1]
+    table = BUILDING.split("Useful options of `build`:")[1].split("\n\n")[1]
     named = set(re.findall(r"(--[a-z][a-z-]+)", table))
     assert len(named) >= 8
     assert named <= have
 
 
 def test_arch_table_is_complete():
-    table = README.split("| `--arch` | runs on |")[1].split("\n\n")[0]
+    table = BUILDING.split("| `--arch` | runs on |")[1].split("\n\n")[0]
     assert set(re.findall(r"sm_[0-9a-z]+", table)) == set(map(str, BUILDABLE))
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
 def test_configuration_example_plans(block):
-    assert plan(parse_config(block.text.encode(), "README.md"), BUILDABLE[0]).images
+    assert plan(parse_config(block.text.encode(), "building.md"), BUILDABLE[0]).images
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.name)
@@ -100,12 +105,45 @@ def test_python_example_uses_names_that_exist(block):
             assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\(([^)#h][^)]*)\)", README))
-def test_linked_file_exists(target):
-    assert (ROOT / target).is_file()
+def anchors(page: str) -> set[str]:
+    """Returns the anchors that GitHub gives the titles of a page."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_table_of_contents_is_complete():
-    anchors = re.findall(r"^- \[.*\]\(#(.*)\)$", README, re.MULTILINE)
-    titles = re.findall(r"^## (.*)$", README, re.MULTILINE)
-    assert anchors == [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles]
+LINKS = [(name, target) for name, page in TEXTS.items() for target in re.findall(r"\]\(([^)]+)\)", page)]
+
+
+@pytest.mark.parametrize(("page", "target"), LINKS)
+def test_links_lead_somewhere(page, target):
+    if target.startswith("https://"):
+        return
+    file, _, anchor = target.partition("#")
+    path = (PAGES[page].parent / file).resolve() if file else PAGES[page]
+    assert path.is_file()
+    assert not anchor or anchor in anchors(path.read_text())
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = [target.partition("#")[0].split("/")[-1] for name, target in LINKS if name == page]
+            waiting += [target for target in targets if target in PAGES]
+    assert reached | {"CHANGELOG.md"} == set(PAGES)
+
+
+def test_what_layout_says_to_change_exists():
+    """A path is relative to the package or to the checkout; NAME stands for any."""
+    table = LAYOUT.split("| to change | go to | and to |")[1].split("\n\n")[0]
+    paths = re.findall(r"`([\w./]+/[\w./]*)`", table)
+    assert len(paths) > 20
+    for path in paths:
+        found = path.replace("NAME", "*").replace("ARCH", "*")
+        assert any(next(root.glob(found), None) for root in (ROOT, ROOT / "attnres_aot")), path
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 160
