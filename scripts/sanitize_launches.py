@@ -22,19 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from attnres_aot import PreparedPublish, PreparedStatistics
-from attnres_aot.selftest.bare import (
-    BARE_EPS,
-    bare_cases,
-    check_bare,
-    check_publish,
-    check_statistics,
-    draw_bare,
-    rows_for,
-)
 from attnres_aot.selftest.cases import MAX_ROWS
 from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.selftest.suite import bundle_variants
 from attnres_aot.spec.row_counts import parse_rows
+from tests.support.bare import BARE_EPS, bare_cases, check_bare, check_publish, check_statistics, draw_bare, rows_for
 
 
 def launch_all(consumer: LoadedConsumer, rows: tuple[int, ...]) -> int:

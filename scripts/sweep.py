@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attnres_aot.binary.prove import AskedLaunch, prove_image
+from attnres_aot.binary.prove import prove_image
 from attnres_aot.builder.budgets import budget_for
 from attnres_aot.errors import AttnResError
 from attnres_aot.kernels.compile import compile_image, launch_constants, prepare_environment
@@ -87,12 +87,8 @@ def check(job: tuple[str, ImageSpec]) -> tuple[str, int, str]:
             symbol=kernel_symbol(str(spec)),
             arch=arch,
             flavour=DEFAULT_FLAVOUR,
-            launch=AskedLaunch(
-                params=KERNEL_PARAMS[spec.kernel],
-                block_threads=launch["threads"],
-                smem_dynamic_bytes=launch["smem_dynamic_bytes"],
-                pdl=bool(launch["pdl"]),
-            ),
+            params=KERNEL_PARAMS[spec.kernel],
+            launch=launch,
             budget=budget_for(launch),
         )
     except AttnResError as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from attnres_aot.binary.cubin import CubinFacts, read_cubin
 from attnres_aot.binary.kernel_facts import KernelFacts
@@ -13,49 +12,16 @@ from attnres_aot.spec.arch import Arch
 from attnres_aot.spec.params import Param
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedLaunch:
-    """How an image's kernel is launched, which its binary must be made for."""
-
-    params: tuple[Param, ...]
-    """The parameters that it must take."""
-    block_threads: int
-    """Threads per CTA, in x, that it must fix."""
-    smem_dynamic_bytes: int
-    """Shared memory that a launch adds, bytes per CTA; above 0 it must use shared memory."""
-    pdl: bool
-    """Whether it must wait for what it depends on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFacts:
-    """What a manifest takes from a proven binary."""
-
-    symbol: str
-    """Symbol of the image's one kernel."""
-    proven_arch: Arch
-    """The arch that the binary names."""
-    registers: int
-    """Registers per thread."""
-    stack_bytes: int
-    """Stack, bytes per thread."""
-    spill_bytes: int
-    """Bytes per thread that register spills store."""
-    smem_static_bytes: int
-    """Shared memory that the kernel declares, bytes per CTA."""
-    critical_instructions: int
-    """Instructions that a chain of dependent launches cannot overlap."""
-
-
 def prove_image(
     cubin: bytes,
     *,
     symbol: str,
     arch: Arch,
     flavour: str,
-    launch: AskedLaunch,
+    params: tuple[Param, ...],
+    launch: Mapping[str, int],
     budget: BudgetRecord,
-) -> ImageFacts:
+) -> KernelFacts:
     """Checks that a binary is the image that was asked for.
 
     Args:
@@ -63,7 +29,8 @@ def prove_image(
       symbol: What its one kernel must be called.
       arch: The target it must name, suffix included.
       flavour: The compiler's flavour that must have made it, e.g. `cu12`.
-      launch: How it will be launched.
+      params: The parameter list its kernel must take.
+      launch: What a launch of it is: `threads` per CTA, in x, `smem_dynamic_bytes` and `pdl`.
       budget: What it may use.
 
     Returns:
@@ -84,23 +51,15 @@ def prove_image(
         found = ", ".join(kernel.symbol for kernel in facts.kernels) or "none"
         problems.append(f"kernels: asked for exactly one, found {len(facts.kernels)}: {found:.400}")
     else:
-        if facts.kernels[0].symbol != symbol:
-            problems.append(f"symbol: asked {symbol!r}, found {facts.kernels[0].symbol!r:.300}")
-        problems += _launch_problems(facts.kernels[0], launch)
-        problems += _resource_problems(facts.kernels[0], budget)
-        problems += _convergence_problems(facts.kernels[0])
+        (kernel,) = facts.kernels
+        if kernel.symbol != symbol:
+            problems.append(f"symbol: asked {symbol!r}, found {kernel.symbol!r:.300}")
+        problems += _launch_problems(kernel, params, launch)
+        problems += _resource_problems(kernel, budget)
+        problems += _convergence_problems(kernel)
     if problems:
         raise CompileError("the compiled image is not what was asked for: " + "; ".join(problems))
-    kernel = facts.kernels[0]
-    return ImageFacts(
-        symbol=kernel.symbol,
-        proven_arch=facts.arch,
-        registers=kernel.registers,
-        stack_bytes=kernel.stack_bytes,
-        spill_bytes=kernel.spill_bytes,
-        smem_static_bytes=kernel.smem_static_bytes,
-        critical_instructions=kernel.critical_instructions,
-    )
+    return facts.kernels[0]
 
 
 def _flavour_problems(facts: CubinFacts, flavour: str) -> Iterator[str]:
@@ -110,27 +69,27 @@ def _flavour_problems(facts: CubinFacts, flavour: str) -> Iterator[str]:
         yield f"flavour: asked {flavour}, the binary is of {facts.flavour or 'an unknown one'} ({made_by})"
 
 
-def _launch_problems(kernel: KernelFacts, launch: AskedLaunch) -> Iterator[str]:
+def _launch_problems(kernel: KernelFacts, params: tuple[Param, ...], launch: Mapping[str, int]) -> Iterator[str]:
     """Yields the differences between a kernel and the launch that is prepared for it, one line each."""
-    asked = [(param.offset, param.size) for param in launch.params]
+    asked = [(param.offset, param.size) for param in params]
     found = [(param.offset, param.size) for param in kernel.params]
     if len(asked) != len(found):
         yield f"parameters: asked {len(asked)}, found {len(found)}"
-    for param, place in zip(launch.params, found, strict=False):
+    for param, place in zip(params, found, strict=False):
         if (param.offset, param.size) != place:
             yield (
                 f"parameter {param.name!r}: asked {param.size} bytes at offset {param.offset}, "
                 f"found {place[1]} bytes at offset {place[0]}"
             )
-    if kernel.block != (launch.block_threads, 1, 1):
+    if kernel.block != (launch["threads"], 1, 1):
         block = "none" if kernel.block is None else " x ".join(map(str, kernel.block))
-        yield f"threads per CTA: asked {launch.block_threads} x 1 x 1, the binary fixes {block}"
+        yield f"threads per CTA: asked {launch['threads']} x 1 x 1, the binary fixes {block}"
     if kernel.cluster is not None:
         yield f"cluster: asked for one set by the launch, the binary fixes {' x '.join(map(str, kernel.cluster))}"
-    if kernel.pdl != launch.pdl:
-        yield f"pdl: asked {launch.pdl}, found {kernel.pdl}"
-    if launch.smem_dynamic_bytes and not kernel.uses_smem:
-        yield f"dynamic shared memory: asked {launch.smem_dynamic_bytes} bytes, the kernel uses none"
+    if kernel.pdl != launch["pdl"]:
+        yield f"pdl: asked {bool(launch['pdl'])}, found {kernel.pdl}"
+    if launch["smem_dynamic_bytes"] and not kernel.uses_smem:
+        yield f"dynamic shared memory: asked {launch['smem_dynamic_bytes']} bytes, the kernel uses none"
 
 
 def _convergence_problems(kernel: KernelFacts) -> Iterator[str]:

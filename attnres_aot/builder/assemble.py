@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnres_aot.binary.prove import AskedLaunch, prove_image
-from attnres_aot.builder.image import FinishedImage
+from attnres_aot.binary.prove import prove_image
 from attnres_aot.builder.keys import BuildFacts, WantedImage
 from attnres_aot.bundle.manifest import (
     IMAGE_SUFFIX,
@@ -31,39 +30,36 @@ from attnres_aot.spec.toolkits import cuda_text, oldest_driver
 from attnres_aot.spec.variants import kernel_symbol, variant_name
 
 
-def prove_record(wanted: WantedImage, image: FinishedImage, arch: Arch, flavour: str) -> ImageRecord:
+def prove_record(wanted: WantedImage, cubin: bytes, arch: Arch, flavour: str) -> ImageRecord:
     """Proves an image for `arch` from its binary, made by `flavour`, and returns what the manifest says about it.
 
     Raises:
       CompileError: the binary is not what was asked for; says what was asked and what was found.
     """
+    symbol, launch = kernel_symbol(wanted.name), wanted.launch
     facts = prove_image(
-        image.cubin,
-        symbol=kernel_symbol(wanted.name),
+        cubin,
+        symbol=symbol,
         arch=arch,
         flavour=flavour,
-        launch=AskedLaunch(
-            params=wanted.params,
-            block_threads=image.block_threads,
-            smem_dynamic_bytes=image.smem_dynamic_bytes,
-            pdl=image.pdl,
-        ),
+        params=wanted.params,
+        launch=launch,
         budget=wanted.budget,
     )
     return ImageRecord(
         name=wanted.name,
         kernel=wanted.kernel,
         file=wanted.name + IMAGE_SUFFIX,
-        sha256=hashlib.sha256(image.cubin).hexdigest(),
-        size=len(image.cubin),
-        symbol=facts.symbol,
+        sha256=hashlib.sha256(cubin).hexdigest(),
+        size=len(cubin),
+        symbol=symbol,
         abi=wanted.kernel,
-        cluster=wanted.launch["cluster"],
-        rows_per_cluster=image.rows_per_cluster,
-        block_threads=image.block_threads,
+        cluster=launch["cluster"],
+        rows_per_cluster=launch["rows_per_cluster"],
+        block_threads=launch["threads"],
         smem_static_bytes=facts.smem_static_bytes,
-        smem_dynamic_bytes=image.smem_dynamic_bytes,
-        pdl=image.pdl,
+        smem_dynamic_bytes=launch["smem_dynamic_bytes"],
+        pdl=bool(launch["pdl"]),
         registers=facts.registers,
         stack_bytes=facts.stack_bytes,
         spill_bytes=facts.spill_bytes,

@@ -242,7 +242,7 @@ class _Run:
         )
 
     def _accept(self, name: str, image: FinishedImage) -> None:
-        self.proven[name] = prove_record(self.wanted[name], image, self.request.plan.arch, self.facts.flavour)
+        self.proven[name] = prove_record(self.wanted[name], image.cubin, self.request.plan.arch, self.facts.flavour)
         self.images[name] = image
 
     def _may_go_on(self) -> bool:
@@ -264,7 +264,7 @@ def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory
     if len(images) != len(decided):
         return False
     try:
-        records = [prove_record(wanted, image, request.plan.arch, facts.flavour) for wanted, image in images]
+        records = [prove_record(wanted, image.cubin, request.plan.arch, facts.flavour) for wanted, image in images]
     except CompileError:
         return False
     manifest = assemble(request.plan, facts, records)

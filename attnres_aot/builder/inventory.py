@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.builder.image import FinishedImage
-from attnres_aot.builder.keys import LAUNCH_FIELDS, PACKAGE_COMPONENT, BuildFacts, WantedImage
+from attnres_aot.builder.keys import PACKAGE_COMPONENT, BuildFacts, WantedImage
 from attnres_aot.builder.store import ImageStore
 from attnres_aot.bundle.manifest import ImageRecord, Manifest
 from attnres_aot.bundle.reader import Bundle, read_bundle, read_image
@@ -79,7 +79,7 @@ def _step(wanted: WantedImage, record: ImageRecord | None, inventory: Inventory,
         reason = _what_changed(bundle.manifest, facts)
     else:
         try:
-            image = _from_bundle(bundle, record, wanted)
+            image = FinishedImage(key=record.build_key, cubin=read_image(bundle, record))
         except BundleError as error:
             reason = str(error)
         else:
@@ -88,21 +88,6 @@ def _step(wanted: WantedImage, record: ImageRecord | None, inventory: Inventory,
     if stored is not None:
         return Step(wanted=wanted, source=Source.STORE, reason="compiled by an interrupted build", image=stored)
     return Step(wanted=wanted, source=Source.COMPILER, reason=reason)
-
-
-def _from_bundle(bundle: Bundle, record: ImageRecord, wanted: WantedImage) -> FinishedImage:
-    for constant, field in LAUNCH_FIELDS.items():
-        asked, found = wanted.launch.get(constant), getattr(record, field)
-        if asked is not None and asked != found:
-            raise BundleError(f"its manifest entry was changed: {field} is {found}, compiled was {asked}")
-    return FinishedImage(
-        key=record.build_key,
-        cubin=read_image(bundle, record),
-        block_threads=record.block_threads,
-        smem_dynamic_bytes=record.smem_dynamic_bytes,
-        rows_per_cluster=record.rows_per_cluster,
-        pdl=record.pdl,
-    )
 
 
 def _what_changed(manifest: Manifest, facts: BuildFacts) -> str:

@@ -1,8 +1,8 @@
 """Build keys: the identity that decides whether an image has to be compiled again.
 
 What a loader asks for (a variant name) is stable across rebuilds; a build key is not. It covers the spec, the arch,
-the launch constants, the sources (kernels and compile options), the toolchain, its flavour and the manifest's schema
-number.
+the symbol, the parameters, the launch constants, the code that decides the bytes (`sources`), the toolchain and its
+flavour.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ from dataclasses import dataclass
 
 from attnres_aot._version import __version__
 from attnres_aot.builder.budgets import budget_for
-from attnres_aot.builder.image import FinishedImage
 from attnres_aot.builder.sources import combined_digest, sources_digests
 from attnres_aot.builder.toolchain import toolchain_versions
-from attnres_aot.bundle.manifest import SCHEMA, BudgetRecord, canonical_json, to_json
+from attnres_aot.bundle.manifest import BudgetRecord, canonical_json, to_json
 from attnres_aot.plan.plan import Plan
 from attnres_aot.spec.arch import Arch
 from attnres_aot.spec.params import KERNEL_PARAMS, Param
 from attnres_aot.spec.toolkits import DEFAULT_FLAVOUR
-from attnres_aot.spec.variants import ImageSpec
+from attnres_aot.spec.variants import ImageSpec, kernel_symbol
 
 DEFAULT_COMPILER = "attnres_aot.kernels.compile"
 """Module that compiles images."""
-LAUNCH_FIELDS = {
-    "cluster": "cluster",
-    "threads": "block_threads",
-    "rows_per_cluster": "rows_per_cluster",
-    "smem_dynamic_bytes": "smem_dynamic_bytes",
-    "pdl": "pdl",
-}
-"""Launch constant -> the field of a manifest's image record that holds it."""
 PACKAGE_COMPONENT = "attnres-aot"
 """Name under which a manifest records this package's own version."""
 
@@ -48,13 +39,13 @@ class BuildFacts:
     package_version: str
     """Version of attnres-aot: recorded, but no part of a build key, as it changes no image."""
     sources: dict[str, str]
-    """Kernel -> digest of the sources that decide the bytes of its images."""
+    """`sources_digests`: of the code that decides each kernel's images, and of what a manifest is derived by."""
     compiler: str = DEFAULT_COMPILER
     """Dotted name of the module that compiles images in the workers."""
 
     @property
     def sources_sha256(self) -> str:
-        """Digest of the sources of all kernels, as a manifest records it."""
+        """Digest of all those sources, as a manifest records it."""
         return combined_digest(self.sources)
 
     @property
@@ -78,8 +69,6 @@ def gather_facts(flavour: str = DEFAULT_FLAVOUR) -> BuildFacts:
 class WantedImage:
     """An image that a plan needs, with its build identity."""
 
-    kernel: str
-    """Which kernel: a key of `abi.KERNEL_PARAMS`."""
     spec: ImageSpec
     """What to compile."""
     launch: dict[str, int]
@@ -92,20 +81,14 @@ class WantedImage:
     """Build key."""
 
     @property
+    def kernel(self) -> str:
+        """Which kernel: a key of `params.KERNEL_PARAMS`."""
+        return self.spec.kernel
+
+    @property
     def name(self) -> str:
         """Image name, unique within a bundle."""
         return str(self.spec)
-
-    def finished(self, cubin: bytes) -> FinishedImage:
-        """Returns the image with `cubin` as its code."""
-        return FinishedImage(
-            key=self.key,
-            cubin=cubin,
-            block_threads=self.launch["threads"],
-            smem_dynamic_bytes=self.launch["smem_dynamic_bytes"],
-            rows_per_cluster=self.launch["rows_per_cluster"],
-            pdl=bool(self.launch["pdl"]),
-        )
 
 
 def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
@@ -116,7 +99,6 @@ def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
         launch = constants(spec)
         wanted.append(
             WantedImage(
-                kernel=spec.kernel,
                 spec=spec,
                 launch=launch,
                 params=KERNEL_PARAMS[spec.kernel],
@@ -127,17 +109,18 @@ def wanted_images(plan: Plan, facts: BuildFacts) -> tuple[WantedImage, ...]:
     return tuple(wanted)
 
 
-def build_key(spec: ImageSpec, launch: dict[str, int], arch: Arch, facts: BuildFacts, *, schema: int = SCHEMA) -> str:
+def build_key(spec: ImageSpec, launch: dict[str, int], arch: Arch, facts: BuildFacts) -> str:
     """Returns the sha256 of everything that decides the bytes of the image of `spec` for `arch`."""
     identity = {
         "kernel": spec.kernel,
         "spec": to_json(spec),
+        "symbol": kernel_symbol(str(spec)),
+        "params": to_json(KERNEL_PARAMS[spec.kernel]),
         "launch": launch,
         "arch": str(arch),
         "toolchain": facts.toolchain,
         "flavour": facts.flavour,
         "sources": facts.sources[spec.kernel],
         "compiler": facts.compiler,
-        "schema": schema,
     }
     return hashlib.sha256(canonical_json(identity).encode("ascii")).hexdigest()

@@ -90,15 +90,7 @@ def _serve(compiler: Any, job: dict[str, Any], arch: Arch) -> dict[str, Any]:
 def _compile(compiler: Any, job: dict[str, Any], arch: Arch) -> tuple[FinishedImage, float]:
     spec = SPECS[job["kernel"]](**job["spec"])
     compiled = compiler.compile_image(spec, arch)
-    image = FinishedImage(
-        key=job["key"],
-        cubin=compiled.cubin,
-        block_threads=compiled.block_threads,
-        smem_dynamic_bytes=compiled.smem_dynamic_bytes,
-        rows_per_cluster=compiled.rows_per_cluster,
-        pdl=compiled.pdl,
-    )
-    return image, float(compiled.seconds)
+    return FinishedImage(key=job["key"], cubin=compiled.cubin), float(compiled.seconds)
 
 
 def _peak_bytes() -> int:

@@ -244,7 +244,7 @@ class Manifest:
     selection: SelectionRecord
     """What of it was selected."""
     sources_sha256: str
-    """Digest of the kernel and compiler sources."""
+    """Digest of the code that decides the images and the rest of the manifest (`builder.sources`)."""
     toolchain: dict[str, str]
     """Component -> version of everything that decides the bytes."""
     flavour: str

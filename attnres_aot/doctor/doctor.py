@@ -12,8 +12,8 @@ from typing import Literal
 
 from attnres_aot.bundle.manifest import to_json
 from attnres_aot.config.advice import build_command
-from attnres_aot.doctor.machine import STUB_NAME, Driver, Machine, Torch, gather_machine
-from attnres_aot.runtime.cuda.driver import LIBRARY_NAME, MIN_CUDA, MIN_DRIVER, STUB_ADVICE, STUB_FOUND
+from attnres_aot.doctor.machine import Driver, Machine, Torch, gather_machine
+from attnres_aot.runtime.cuda.driver import LIBRARY_NAME, MIN_CUDA, MIN_DRIVER, STUB_ADVICE, STUB_FOUND, STUB_NAME
 from attnres_aot.runtime.find.archs import dotted, fitting_archs
 from attnres_aot.runtime.find.places import ENVIRONMENT_VARIABLE, Place, search_order
 from attnres_aot.runtime.find.resolve import Request, Resolution, locate, unusable

@@ -1,13 +1,13 @@
 """Gathers what `doctor` reports about the machine: package, torch, driver, GPUs, build tools and environment.
 
 Everything here must work on a broken installation, so torch and the compiler are read from disk and never imported,
-and the driver is asked through ctypes without creating a context. Nothing is judged here; `doctor.diagnose` does that.
+and the driver is asked through `runtime.cuda.driver` without creating a context. Nothing is judged here;
+`doctor.diagnose` does that.
 """
 
 from __future__ import annotations
 
 import ast
-import ctypes
 import importlib.util
 import os
 import platform
@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from attnres_aot._version import __version__
-from attnres_aot.runtime.cuda.driver import FUNCTIONS, LIBRARY_NAME, STUB_LIBRARY
+from attnres_aot.runtime.cuda.driver import (
+    LIBRARY_NAME,
+    STUB_NAME,
+    error_name,
+    missing_functions,
+    open_library,
+    served_cuda,
+    start_and_list,
+)
 from attnres_aot.runtime.find.places import ENVIRONMENT_VARIABLE
 
 BUILD_PACKAGES = ("nvidia-cutlass-dsl", "click", "pyyaml", "rich", "pyelftools")
@@ -27,11 +35,7 @@ BUILD_PACKAGES = ("nvidia-cutlass-dsl", "click", "pyyaml", "rich", "pyelftools")
 ENVIRONMENT = (ENVIRONMENT_VARIABLE, "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 """Environment variables that explain a failure."""
 
-STUB_NAME = "CUDA_ERROR_STUB_LIBRARY"
-"""The failure of a library that is not a driver's but the toolkit's for linking."""
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-_NAME_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +127,11 @@ def gather_torch() -> Torch | None:
     return Torch(version=found or _installed("torch") or "unknown", cuda=_assigned(text, "cuda"))
 
 
-def gather_driver(load: Callable[[str], Any] = ctypes.CDLL, kernel_module_file: Path = _KERNEL_MODULE) -> Driver:
+def gather_driver(load: Callable[[str], Any] = open_library, kernel_module_file: Path = _KERNEL_MODULE) -> Driver:
     """Asks the driver for its version and GPUs; creates no context.
 
     Args:
-      load: loads a shared library by name, like `ctypes.CDLL`.
+      load: loads a shared library by name, as `open_library` does.
       kernel_module_file: the file in which the kernel module states its version.
     """
     kernel_module = _kernel_module(kernel_module_file)
@@ -135,54 +139,16 @@ def gather_driver(load: Callable[[str], Any] = ctypes.CDLL, kernel_module_file: 
         library = load(LIBRARY_NAME)
     except OSError as error:
         return Driver(load_error=str(error), kernel_module=kernel_module)
-    missing = tuple(name for name in FUNCTIONS if not hasattr(library, name))
-    number = ctypes.c_int()
-    cuda = None
+    missing = missing_functions(library)
     if "cuDriverGetVersion" in missing or "cuInit" in missing:
         return Driver(missing=missing, kernel_module=kernel_module)
-    status = library.cuDriverGetVersion(ctypes.byref(number))
-    if status == 0 and number.value:
-        cuda = (number.value // 1000, number.value % 1000 // 10)
-    elif status in (0, STUB_LIBRARY):  # a stub need not fill in anything
+    cuda = served_cuda(library)
+    if cuda is None:
         return Driver(missing=missing, failure=STUB_NAME, kernel_module=kernel_module)
-    status = library.cuInit(0)
-    gpus: tuple[Gpu, ...] = ()
-    if status == 0:
-        status, gpus = _gpus(library)
-    failure = _error_name(library, status) if status else ""
+    status, devices = start_and_list(library)
+    failure = error_name(library, status) if status else ""
+    gpus = tuple(Gpu(index=i, name=name, capability=capability) for i, (name, capability) in enumerate(devices))
     return Driver(cuda=cuda, missing=missing, failure=failure, kernel_module=kernel_module, gpus=gpus)
-
-
-def _gpus(library: Any) -> tuple[int, tuple[Gpu, ...]]:
-    """Returns the first failing status (or 0) and the GPUs listed until then."""
-    count = ctypes.c_int()
-    status: int = library.cuDeviceGetCount(ctypes.byref(count))
-    gpus: list[Gpu] = []
-    for index in range(count.value if status == 0 else 0):
-        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        name = ctypes.create_string_buffer(_NAME_BYTES)
-        status = (
-            library.cuDeviceGet(ctypes.byref(device), index)
-            or library.cuDeviceGetName(name, _NAME_BYTES, device)
-            or library.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
-            or library.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
-        )
-        if status:
-            break
-        text = name.value.decode("utf-8", "replace")
-        gpus.append(Gpu(index=index, name=text, capability=(major.value, minor.value)))
-    return status, tuple(gpus)
-
-
-def _error_name(library: Any, status: int) -> str:
-    if status == STUB_LIBRARY:  # a stub does not even know its name
-        return STUB_NAME
-    name = ctypes.c_char_p()
-    if not hasattr(library, "cuGetErrorName"):
-        return f"CUDA error {status}"
-    if library.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value:
-        return name.value.decode("ascii", "replace")
-    return f"CUDA error {status}"
 
 
 def _kernel_module(file: Path) -> str | None:

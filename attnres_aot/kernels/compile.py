@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import time
+from collections import namedtuple
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,7 +225,7 @@ def _kernel(spec: ImageSpec, shape: dict[str, int]) -> Any:
 
 
 def _arguments(params: Sequence[Param]) -> list[Any]:
-    """Placeholder arguments of the kinds of `params`, and a stream."""
+    """Placeholders: one tuple of arguments by the names of `params`, as each kernel takes them, and a stream."""
     import cutlass
     from cutlass.cute.runtime import make_fake_stream, make_ptr
 
@@ -234,4 +235,5 @@ def _arguments(params: Sequence[Param]) -> list[Any]:
         "i32": lambda: cutlass.Int32(1),
         "f32": lambda: cutlass.Float32(1.0),
     }
-    return [*(make[param.kind]() for param in params), make_fake_stream()]
+    parameters = namedtuple("Parameters", [param.name for param in params])  # type: ignore[misc] # noqa: PYI024
+    return [parameters(*(make[param.kind]() for param in params)), make_fake_stream()]

@@ -1,5 +1,10 @@
 """The AttnRes consumer: one fused pass over a token row of H bf16 elements, one cluster of CTAs per row.
 
+Written in PTX vectors (`ptx`, `vectors`) and not in CuTe layouts and copies. A thread has one or two 16-byte vectors of a row, so
+there is no tiling that a layout could describe; and what this kernel stands on is what a copy leaves to the compiler: a mailbox
+fragment is one 16-byte access at system scope, vectors beyond the row are zeros and never stored, and loads, the dependency
+wait and stores stay in the order in which they are written here.
+
 Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and P (updated prefix):
 
     P       = bf16(prefix + d)            or d without delta;  d = delta row, or bf16(sum over mailbox slots)
@@ -10,51 +15,58 @@ Per row, with w = norm * query, over sources v_0 .. v_{nb-1} (saved blocks) and 
     out     = bf16(mix * rsqrt(mix . mix / H + out_eps) * out_norm)
 
 Only `final` divides by s = A l + B: the output of s * mix with out_eps * s^2 in the place of out_eps is the same. l, M and B
-are kept 2**SPARE smaller than above, so that s is from 1/16 to 1 and no intermediate exceeds the largest source. Two orders
-of the same work:
+are kept 2**SPARE smaller than above, so that s is from 1/16 to 1 and no intermediate exceeds the largest source. Two ways to
+the same sums, and the schedules (methods of `Consumer`) that take them:
 
-split   For an ordinary source, and for many blocks. What depends on the saved blocks alone (m, l, M) is computed before
-        the delta is needed, with an exchange of 2 nb sums. One exchange of four sums remains after it, because
-        s^2 mix . mix = A^2 (M . M) + 2 A B (M . P) + B^2 (P . P). With statistics only that one is left.
-gram    For a mailbox and few blocks: all products of all sources in one exchange, shares p_s of all of them, and
-        s^2 mix . mix = sum_st p_s p_t (v_s . v_t).
+split   What depends on the saved blocks alone (m, l, M) is computed before the delta is needed, with an exchange of 2 nb sums.
+        One exchange of four sums remains after it, because s^2 mix . mix = A^2 (M . M) + 2 A B (M . P) + B^2 (P . P).
+        `_ordinary`, `_mailbox_split`; with statistics only that one is left: `_statistics`, `_mailbox_statistics`.
+gram    All products of all sources in one exchange, shares p_s of all of them, and
+        s^2 mix . mix = sum_st p_s p_t (v_s . v_t). `_mailbox_gram`; `_norm_only` is its case of no blocks.
 
 Where the sum for mix . mix cancels (below CANCEL of its positive terms) its rounding error would show, and the cluster
 agrees, from identical bits, to sum the squares of mix itself and to store the output once more: the store before it is
 what everybody else waits for. `final` always sums them, since it rounds mix to bf16 first.
 
-| operand  | shape                | type | strides             | align | read, and when | written, and when |
-|----------|----------------------|------|---------------------|-------|----------------|-------------------|
+| operand  | shape                | type | strides             | align | read | written |
+|----------|----------------------|------|---------------------|-------|------|---------|
 | source   | [rows, H]            | bf16 | row dynamic, last 1 | 16 B  | after the wait | |
-| (ring)   | [slots, capacity, H] | bf16 | slot, row dynamic   | 16 B  | polled after the wait (early: before) | armed when complete |
-| prefix   | [rows, H]            | bf16 | row dynamic         | 16 B  | with delta: before the wait | while the last sums travel |
-| blocks   | [rows, B, H]         | bf16 | row, block dynamic  | 16 B  | 0..nb-1: before the wait | `write`: as prefix |
-| norm, query, out_norm | [H]     | bf16 | 1                   | 16 B  | before the wait | |
+| (ring)   | [slots, capacity, H] | bf16 | slot, row dynamic   | 16 B  | after the wait (early: before) | each vector armed once it is complete: 1st |
+| prefix   | [rows, H]            | bf16 | row dynamic         | 16 B  | with delta: before the wait | 2nd, while the last sums travel |
+| blocks   | [rows, B, H]         | bf16 | row, block dynamic  | 16 B  | 0..nb-1: before the wait | `write`: 2nd, after prefix |
+| norm, query, out_norm | [H]     | bf16 | 1                   | 16 B  | before the wait (out_norm with more than 8 slots: after) | |
 | mixture  | [cap, H]             | fp32 | H, 1                | 16 B  | after the wait (statistics) | |
 | scal     | [cap, 2]             | fp32 | 2, 1                | 8 B   | after the wait (statistics) | |
-| aux      | [rows, H]            | bf16 | row dynamic         | 16 B  | | as prefix |
-| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | last; a second time where sums cancelled |
+| aux      | [rows, H]            | bf16 | row dynamic         | 16 B  | | 2nd, after blocks |
+| out      | [rows, H]            | bf16 | row dynamic         | 16 B  | | 3rd, after the last sums; again where they cancelled |
+| fault    | [4]                  | u32  | 1                   | 16 B  | | in place of the rest, when `spin_budget` is spent |
 
-"The wait" is the dependency wait, for the grid before this one: with it, everything is written, and a mailbox looked at, when that
-grid has ended and its memory is visible. Parameter `early` puts it at the end of a kernel with a mailbox, where the caller promises that
-nobody minds (`attnres_aot.runtime.launch.pdl` has the promise).
+"The wait" is the dependency wait (griddepcontrol.wait), for the grid before this one to end and its memory to be visible.
+Everything is written after it, with one exception: with parameter `early`, which the caller may set who knows that nobody minds
+(`attnres_aot.runtime.launch.pdl` has the promise), mailbox kernels put it at their end, after all that they write. Those with statistics
+then look at the mailbox before it, and write after it all the same. Parameters are `attnres_aot.spec.params.CONSUMER_PARAMS`.
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
 (rank * V + i) * T + tid of the row, i < V, as far as the row has them: K * T * V * 8 is H, or the next multiple of 1024,
-and threads beyond the row hold zeros and store nothing.
+and threads beyond the row hold zeros and store nothing. Lists of vectors are [V], lists of elements [V * 8].
 
-Shared memory and synchronisation are those of `row_sums`: up to three exchanges, of which the third (mix . mix itself) is
-entered by the whole cluster or not at all.
+Shared memory is that of `row_sums`, which has the map, with three exchanges, of which the third (mix . mix itself) is
+entered by the whole cluster or not at all. Offsets and, at the end, size in bytes for T = 128:
+
+| schedule      | values   | of_blocks | of_all | of_mix | rooms | mbarriers | size |
+|---------------|----------|-----------|--------|--------|-------|-----------|------|
+| split, nb 8   | 16, 4, 1 | 0         | 1280   | 1984   | 2688  | 3200      | 3224 |
+| gram, nb 5    | 0, 32, 1 |           | 0      | 2048   | 2752  | 3264      | 3288 |
+| statistics    | 0, 4, 1  |           | 0      | 704    | 1408  | 1920      | 1944 |
+| norm only     | 0, 1, 0  |           | 0      |        | 704   | 1216      | 1240 |
 
 Dependents are released at entry, so that their work before the delta overlaps. A kernel that has little (no blocks, or
 statistics) releases them when that is done, which keeps the grids that follow from crowding it.
 
-In a chain of dependent launches what follows the wait is the critical path, so as much as possible is done before it, or
-while the last exchange's sums travel: the delta's address is translated (a prefetch), the cluster barrier is passed, M . M
-is added up and left in shared memory, which also keeps the compiler from putting M off, and the updated prefix is stored
-when the sums are under way, to addresses that are worked out then. With a mailbox the wait comes
-before the first look, and the blocks are mixed in the shadow of that look. There the cluster barrier is passed while the loads are under way, and the mailbox vectors of up
-to 8 slots are looked at together: in the common case all are full, and one branch says so.
+In a chain of dependent launches what follows the wait is the critical path. So before it the delta's address is translated (a
+prefetch), the cluster barrier is passed, and M . M is added up and left in shared memory, which also keeps the compiler from
+putting M off; and the addresses of what is stored are worked out while sums travel. With a mailbox the cluster barrier is passed
+while loads are under way.
 
 Shares are right down to fp32's smallest normal number, 2**-126 of the largest, and nothing from 2**-145 on.
 A source whose squares fp32 cannot add up makes its row NaN: its logit would be 0, and the output wrong.
@@ -62,42 +74,31 @@ A source whose squares fp32 cannot add up makes its row NaN: its logit would be 
 Rounding points: d (several slots), P, mix (final), out. Everything else is fp32; w is a product of two bf16 and exact.
 """
 
-from functools import partial
-
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int64, range_constexpr
 
 from attnres_aot.kernels import ptx
-from attnres_aot.kernels.row_sums import RowSums, padded
-from attnres_aot.kernels.source import Source
+from attnres_aot.kernels.mailbox import Mailbox
+from attnres_aot.kernels.mixing import SPARE, fold, gram_mixture, gram_products, gram_size, mix_blocks
+from attnres_aot.kernels.row_sums import PACKET, RowSums, padded
 from attnres_aot.kernels.vectors import (
-    LOG2_E,
     VEC,
     add_bf16,
-    col_address,
-    combine,
     dot,
-    inside,
-    logit,
+    load_row,
+    load_sources,
+    load_weight,
     overflow,
     pack,
-    quick_exp,
     round_bf16,
-    select,
-    softmax,
-    tree_sum,
-    unpack,
+    row_and_rank,
+    share_of_row,
     unpack_all,
     vec_address,
 )
 
 GRAM_BLOCKS = 5
 """Most saved blocks whose dot products go in one exchange: those of 6 sources are 27, and a warp has 32 lanes."""
-SPARE = 4.0
-"""Halvings of all shares, so that those of 9 sources add up to no more than 1; even, so that the largest share is exact."""
-CANCEL = 2.0**-6
-"""Share of its positive terms below which mix . mix is summed exactly: at 2**-6 an error of 2e-6 of the terms (18
-roundings of fp32) becomes 1.3e-4 of the sum and 6.5e-5 of the output, well inside half a bf16 ulp (2e-3)."""
 
 
 class Consumer:
@@ -108,7 +109,7 @@ class Consumer:
 
         Args:
           hidden: row length H in elements, at most cluster * threads * vectors * 8.
-          nb: saved blocks read, 0..16, or None to take precomputed statistics.
+          nb: saved blocks read, 0..16, or None to take precomputed statistics; 0 with an ordinary source only.
           has_delta: add the source to the prefix.
           final: round the mixture to bf16 before the output norm.
           slots: mailbox slots, or 0 for an ordinary source.
@@ -118,88 +119,32 @@ class Consumer:
           min_ctas_per_sm: CTAs that must fit one SM together, which bounds the registers per thread.
           early_loads: load what is needed besides the blocks while the sums of the blocks travel, not after that.
         """
-        self.early_loads = early_loads
-        self.stats = nb is None
-        self.nb = 0 if nb is None else nb
-        self.has_delta, self.final, self.slots = has_delta, final, slots
+        self.nb, self.has_delta, self.final, self.early_loads = nb or 0, has_delta, final, early_loads
         self.cluster, self.threads, self.vectors = cluster, threads, vectors
         self.min_ctas_per_sm = min_ctas_per_sm
         self.inv_hidden = 1.0 / hidden
         self.row_vecs = hidden // VEC
-        self.mixes = self.stats or self.nb > 0
-        self.gram = not self.mixes or (slots > 0 and not self.stats and self.nb <= GRAM_BLOCKS)
-        self.split = not self.gram and not self.stats
-        self.delta = Source(slots, vectors)
-        self.sums = RowSums(cluster, threads, self._counts())
+        self.load = ptx.ld_vec if slots else ptx.ld_vec_const  # ptxas puts read-only loads off, until after the wait
+        self.mailbox = Mailbox(slots, vectors) if slots else None
+        self.schedule, counts = self._choose(nb, slots)
+        self.sums = RowSums(cluster, threads, counts)
 
-    def _counts(self):
-        """Numbers of values in the exchanges: of the blocks alone, of everything, of mix itself."""
-        sources = self.nb + 1
-        if not self.mixes:
-            return 0, 1, 0
-        if self.gram:
-            return 0, padded(2 * sources + sources * (sources - 1) // 2), 1
-        return 0 if self.stats else max(4, padded(2 * self.nb)), 4, 1
+    def _choose(self, nb, slots):
+        """Returns the schedule, and how many values its exchanges sum: of the blocks alone, of everything, of mix itself."""
+        if nb is None:
+            return (self._mailbox_statistics if slots else self._statistics), (0, 4, 1)
+        if nb == 0:
+            assert not slots, "no mailbox without saved blocks"
+            return self._norm_only, (0, 1, 0)
+        if slots and nb <= GRAM_BLOCKS:
+            return self._mailbox_gram, (0, padded(gram_size(nb + 1)), 1)
+        return (self._mailbox_split if slots else self._ordinary), (max(PACKET, padded(2 * nb)), 4, 1)
 
     @cute.jit
-    def __call__(
-        self,
-        source: cute.Pointer,
-        prefix: cute.Pointer,
-        blocks: cute.Pointer,
-        norm: cute.Pointer,
-        query: cute.Pointer,
-        out_norm: cute.Pointer,
-        out: cute.Pointer,
-        aux: cute.Pointer,
-        mixture: cute.Pointer,
-        scal: cute.Pointer,
-        fault: cute.Pointer,
-        source_row_stride: Int32,
-        source_slot_stride: Int32,
-        prefix_row_stride: Int32,
-        blocks_row_stride: Int32,
-        blocks_block_stride: Int32,
-        out_row_stride: Int32,
-        aux_row_stride: Int32,
-        write: Int32,
-        rows: Int32,
-        spin_budget: Int32,
-        fault_tag: Int32,
-        early: Int32,
-        eps: Float32,
-        out_eps: Float32,
-        stream,
-    ):
-        """Launches one cluster per row; parameters are `attnres_aot.spec.params.CONSUMER_PARAMS`, strides in vectors."""
-        self.kernel(
-            source,
-            prefix,
-            blocks,
-            norm,
-            query,
-            out_norm,
-            out,
-            aux,
-            mixture,
-            scal,
-            fault,
-            source_row_stride,
-            source_slot_stride,
-            prefix_row_stride,
-            blocks_row_stride,
-            blocks_block_stride,
-            out_row_stride,
-            aux_row_stride,
-            write,
-            rows,
-            spin_budget,
-            fault_tag,
-            early,
-            eps,
-            out_eps,
-        ).launch(
-            grid=(self.cluster * rows, 1, 1),
+    def __call__(self, p, stream):
+        """Launches one cluster per row."""
+        self.kernel(p).launch(
+            grid=(self.cluster * p.rows, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
@@ -209,104 +154,149 @@ class Consumer:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        source: cute.Pointer,
-        prefix: cute.Pointer,
-        blocks: cute.Pointer,
-        norm: cute.Pointer,
-        query: cute.Pointer,
-        out_norm: cute.Pointer,
-        out: cute.Pointer,
-        aux: cute.Pointer,
-        mixture: cute.Pointer,
-        scal: cute.Pointer,
-        fault: cute.Pointer,
-        source_row_stride: Int32,
-        source_slot_stride: Int32,
-        prefix_row_stride: Int32,
-        blocks_row_stride: Int32,
-        blocks_block_stride: Int32,
-        out_row_stride: Int32,
-        aux_row_stride: Int32,
-        write: Int32,
-        rows: Int32,
-        spin_budget: Int32,
-        fault_tag: Int32,
-        early: Int32,
-        eps: Float32,
-        out_eps: Float32,
-    ):
-        """Device body: one row per cluster."""
-        if const_expr(self.nb > 0):
-            cute.arch.griddepcontrol_launch_dependents()
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
-        exchanges = None if self.slots else self.sums.open(tid, rank)
-        cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
-        on = inside(cols, self.row_vecs, self.cluster * self.threads * self.vectors)
-        load = ptx.ld_vec if self.slots else ptx.ld_vec_const  # ptxas puts read-only loads off, until after the wait
-        vw = zip(_load_weight(norm, cols, on, load), _load_weight(query, cols, on, load), strict=True)
-        blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
-        block_bytes = Int64(Uint32(blocks_block_stride)) * 16
-        vb = [[load(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)] for s in range(self.nb)]
-        w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
-        look = partial(self.delta.look, source, row, cols, on, source_row_stride, source_slot_stride)
-        looked, m, l, mixed = None, Float32(0.0), Float32(1.0), None
-        if const_expr(self.slots and self.split):
-            exchanges = self._open_and_wait(tid, rank)
-        if const_expr(self.split):
-            self.sums.send_products(exchanges[0], [unpack_all(vecs) for vecs in vb], w, cluster_waits=not self.slots)
-        if const_expr(self.split and not self.early_loads):
-            m, l, mixed = self._mix_blocks(exchanges, vb, eps)
-        vp = None
-        if const_expr(self.has_delta):
-            prefix_at = [vec_address(prefix, row, prefix_row_stride, col) for col in cols]
-            vp = [ptx.ld_vec(at, o) for at, o in zip(prefix_at, on, strict=True)]
-        vo = None
-        if const_expr(self.early_loads or not self.slots):
-            vo = _load_weight(out_norm, cols, on, load)
-        if const_expr(self.slots):
-            ptx.griddepcontrol_wait_unless(early)
-            looked = look()
-        if const_expr(self.split and self.early_loads):
-            m, l, mixed = self._mix_blocks(exchanges, vb, eps)
-        if const_expr(not self.slots):
-            for i in range_constexpr(self.vectors):
-                ptx.prefetch(vec_address(source, row, source_row_stride, cols[i]))
-        if const_expr(self.slots and not self.split):
-            exchanges = self._open_and_wait(tid, rank)
-        if const_expr(self.nb == 0 and not self.slots):
-            cute.arch.cluster_wait()
-        if const_expr(self.nb == 0):
-            cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.stats or not self.slots):
-            cute.arch.griddepcontrol_wait()
-        if const_expr(self.stats):
-            m, l, mixed = self._load_statistics(mixture, scal, row, cols, on)
+    def kernel(self, p):
+        """Device body: one row per cluster, by the schedule of this image."""
+        self.schedule(p)
 
-        if const_expr(not self.slots):
-            looked = look()
-        vd = self.delta.take(looked, row, cols, on, source_slot_stride, fault, fault_tag, spin_budget)
-        vx = add_bf16(vp, vd) if self.has_delta else vd
-        if const_expr(vo is None):
-            vo = _load_weight(out_norm, cols, on, load)
-        written = (
-            (prefix, prefix_row_stride, Int64(0)),
-            (blocks, blocks_row_stride, block_bytes * write),
-            (aux, aux_row_stride, Int64(0)),
-            (out, out_row_stride, Int64(0)),
-        )
-        meanwhile = partial(self._meanwhile, vx, vo, written, row, cols, on, write >= 0, aux.toint() != 0)
-        x = unpack_all(vx)
-        if const_expr(self.gram):
-            self._mix_all(exchanges, vb, x, w, eps, out_eps, meanwhile)
-        else:
-            self._fold(exchanges, x, w, m, l, mixed, eps, out_eps, meanwhile)
-        if const_expr(self.slots and not self.stats):
-            # Later launches wait for this grid alone, so it must not finish before the grid that it follows.
-            cute.arch.griddepcontrol_wait()
+    def _ordinary(self, p):
+        """An ordinary source: the blocks are mixed before the wait."""
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, row, rank = row_and_rank(self.cluster)
+        of_blocks, of_all, of_mix = self.sums.open(tid, rank)
+        share = share_of_row(self, tid, row, rank)
+        w, vb, step = load_sources(p, self.nb, share, self.load)  # [V * 8] fp32, [nb][V] vectors
+        self.sums.leave_products(of_blocks, [unpack_all(vecs) for vecs in vb], w)
+        cute.arch.cluster_wait()
+        self.sums.dispatch(of_blocks)
+        rest = self._load_rest(p, share) if self.early_loads else None
+        logits = self.sums.receive_logits(of_blocks, self.nb, self.inv_hidden, p.eps)  # [nb] fp32
+        m, l, mixed = mix_blocks(logits, vb)  # fp32, fp32, [V * 8] fp32
+        self.sums.leave_early(of_all, dot(mixed, mixed))
+        vp, vo = rest or self._load_rest(p, share)  # [V] vectors each
+        self._prefetch_source(p, share)
+        cute.arch.griddepcontrol_wait()
+        vx = self._update(vp, load_row(p.source, p.source_row_stride, share, ptx.ld_vec))  # [V] vectors
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), None], last_is_left=True)
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, 4)
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums)
+        self._finish(p, share, of_mix, mixture, weight, out_at)
+
+    def _mailbox_split(self, p):
+        """A mailbox and many blocks: these are mixed in the shadow of the first look, or before it where registers are few."""
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, row, rank = row_and_rank(self.cluster)
+        share = share_of_row(self, tid, row, rank)
+        w, vb, step = load_sources(p, self.nb, share, self.load)  # [V * 8] fp32, [nb][V] vectors
+        of_blocks, of_all, of_mix = self._open_and_wait(tid, rank)
+        self.sums.leave_products(of_blocks, [unpack_all(vecs) for vecs in vb], w)
+        self.sums.dispatch(of_blocks)
+        seen = self._wait_and_look(p, share) if self.early_loads else None
+        logits = self.sums.receive_logits(of_blocks, self.nb, self.inv_hidden, p.eps)  # [nb] fp32
+        m, l, mixed = mix_blocks(logits, vb)  # fp32, fp32, [V * 8] fp32
+        vp, vo, looked = seen or self._wait_and_look(p, share)
+        vx = self._update(vp, self.mailbox.take(p, share, looked))  # [V] vectors
+        vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        own = dot(mixed, mixed)  # first, as it needs no delta
+        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, 4)
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums)
+        self._finish(p, share, of_mix, mixture, weight, out_at)
+        cute.arch.griddepcontrol_wait()  # later launches wait for this grid alone, so it must not end before the one it follows
+
+    def _mailbox_gram(self, p):
+        """A mailbox and few blocks: one exchange of the products of all sources."""
+        cute.arch.griddepcontrol_launch_dependents()
+        tid, row, rank = row_and_rank(self.cluster)
+        share = share_of_row(self, tid, row, rank)
+        w, vb, step = load_sources(p, self.nb, share, self.load)  # [V * 8] fp32, [nb][V] vectors
+        vp, vo, looked = self._wait_and_look(p, share)
+        _, of_all, of_mix = self._open_and_wait(tid, rank)
+        vx = self._update(vp, self.mailbox.take(p, share, looked))  # [V] vectors
+        vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        v = [*(unpack_all(vecs) for vecs in vb), x]  # [nb + 1][V * 8] fp32
+        products = gram_products(v, w)
+        self.sums.send(of_all, products + [None] * (of_all.count - len(products)))
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, len(products))
+        mixture = gram_mixture(p, self.inv_hidden, vb, x, sums)
+        self._finish(p, share, of_mix, mixture, weight, out_at)
+        cute.arch.griddepcontrol_wait()  # as in `_mailbox_split`
+
+    def _statistics(self, p):
+        """Statistics in the place of blocks, and an ordinary source: nothing but weights and the prefix before the wait."""
+        tid, row, rank = row_and_rank(self.cluster)
+        _, of_all, of_mix = self.sums.open(tid, rank)
+        share = share_of_row(self, tid, row, rank)
+        w, _, step = load_sources(p, 0, share, self.load)  # [V * 8] fp32
+        vp, vo = self._load_rest(p, share)  # [V] vectors each
+        self._prefetch_source(p, share)
+        cute.arch.cluster_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        m, l, mixed = self._load_statistics(p, share)  # fp32, fp32, [V * 8] fp32
+        vx = self._update(vp, load_row(p.source, p.source_row_stride, share, ptx.ld_vec))  # [V] vectors
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        own = dot(mixed, mixed)  # first, as it needs no delta
+        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, 4)
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums, overflow(sums[3]))
+        self._finish(p, share, of_mix, mixture, weight, out_at)
+
+    def _mailbox_statistics(self, p):
+        """Statistics in the place of blocks, and a mailbox: its first look is before the wait for the statistics."""
+        tid, row, rank = row_and_rank(self.cluster)
+        share = share_of_row(self, tid, row, rank)
+        w, _, step = load_sources(p, 0, share, self.load)  # [V * 8] fp32
+        vp, vo, looked = self._wait_and_look(p, share)
+        _, of_all, of_mix = self._open_and_wait(tid, rank)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        m, l, mixed = self._load_statistics(p, share)  # fp32, fp32, [V * 8] fp32
+        vx = self._update(vp, self.mailbox.take(p, share, looked))  # [V] vectors
+        vo = vo or load_weight(p.out_norm, share, self.load)  # [V] vectors
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        own = dot(mixed, mixed)  # first, as it needs no delta
+        self.sums.send(of_all, [dot(x, w), dot(x, x), dot(mixed, x), own])
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        sums = self.sums.receive(of_all, 4)
+        mixture = fold(p, self.inv_hidden, x, m, l, mixed, sums, overflow(sums[3]))
+        self._finish(p, share, of_mix, mixture, weight, out_at)
+
+    def _norm_only(self, p):
+        """No saved block: the updated prefix is the mixture."""
+        tid, row, rank = row_and_rank(self.cluster)
+        _, of_all, _ = self.sums.open(tid, rank)
+        share = share_of_row(self, tid, row, rank)
+        _, _, step = load_sources(p, 0, share, self.load)  # norm and query are loaded here as everywhere, and not used
+        vp, vo = self._load_rest(p, share)  # [V] vectors each
+        self._prefetch_source(p, share)
+        cute.arch.cluster_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        vx = self._update(vp, load_row(p.source, p.source_row_stride, share, ptx.ld_vec))  # [V] vectors
+        copies = self._copies(p, step)
+        x = unpack_all(vx)  # [V * 8] fp32
+        self.sums.send(of_all, [dot(x, x)])
+        out_at = self._store_prefix(p, share, vx, copies)
+        weight = unpack_all(vo)  # [V * 8] fp32
+        (square,) = self.sums.receive(of_all, 1)
+        _store(out_at, share, x, self._inv_rms(square, p.out_eps) + overflow(square), weight)
 
     def _open_and_wait(self, tid, rank):
         """Opens the exchanges when loads are under way, in whose shadow the CTAs of a row wait for one another."""
@@ -314,65 +304,58 @@ class Consumer:
         cute.arch.cluster_wait()
         return exchanges
 
-    def _mix_blocks(self, exchanges, vb, eps):
-        """Returns (m, l, M) over the saved blocks, l and M by 2**SPARE too small: softmax in every thread, M per element."""
-        logits = self.sums.receive_logits(exchanges[0], self.nb, self.inv_hidden, eps)
-        m, e, l = softmax(logits, partial(quick_exp, halvings=SPARE))
-        mixed = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])
-        if not self.slots:
-            self.sums.leave_early(exchanges[1], dot(mixed, mixed))
-        return m, l, mixed
+    def _load_prefix(self, p, share):
+        return load_row(p.prefix, p.prefix_row_stride, share, ptx.ld_vec) if self.has_delta else None
 
-    def _mix_all(self, exchanges, vb, x, w, eps, out_eps, meanwhile):
-        """Stores the output over the saved blocks and the updated prefix `x`, by one exchange of all sums.
+    def _load_rest(self, p, share):
+        """Loads the prefix, where it is wanted, and the output norm's weight: [V] vectors each."""
+        return self._load_prefix(p, share), load_weight(p.out_norm, share, self.load)
 
-        `meanwhile` is called while they travel and returns the output norm's weight and the output's addresses.
-        """
-        if self.nb == 0:
-            self.sums.send(exchanges[1], [dot(x, x)])
-            weight, out_at = meanwhile()
-            (square,) = self.sums.receive(exchanges[1], 1)
-            _store(out_at, x, self._inv_rms(square, out_eps) + overflow(square), weight)
-            return
-        v = [*(unpack_all(vecs) for vecs in vb), x]
-        n = len(v)
-        pairs = [(i, j) for i in range(n) for j in range(i)]
-        sums = [dot(a, a) for a in v] + [dot(a, w) for a in v] + [dot(v[i], v[j]) for i, j in pairs]
-        self.sums.send(exchanges[1], sums + [None] * (exchanges[1].count - len(sums)))
-        weight, out_at = meanwhile()
-        sums = self.sums.receive(exchanges[1], len(sums))
-        squares, dots, crosses = sums[:n], sums[n : 2 * n], sums[2 * n :]
-        logits = [logit(vv, vw, self.inv_hidden, eps) for vv, vw in zip(squares, dots, strict=True)]
-        _, p, s = softmax(logits, partial(quick_exp, halvings=SPARE))
-        mix = combine(p, [*(unpack_all(vecs, launder=True) for vecs in vb), x])
-        terms = tree_sum([a * sq * a for a, sq in zip(p, squares, strict=True)])
-        twice = tree_sum([p[i] * cross * p[j] for (i, j), cross in zip(pairs, crosses, strict=False)])
-        square = (terms + 2.0 * twice) * self.inv_hidden + out_eps * (s * s)
-        cancelled = square < terms * (CANCEL * self.inv_hidden)
-        self._finish(exchanges[2], mix, s, square, cancelled, weight, out_eps, out_at)
+    def _wait_and_look(self, p, share):
+        """Loads the prefix, and the output norm's weight if the registers allow it; waits, unless `early`; looks at the mailbox."""
+        vp = self._load_prefix(p, share)
+        vo = load_weight(p.out_norm, share, self.load) if self.early_loads else None
+        ptx.griddepcontrol_wait_unless(p.early)
+        return vp, vo, self.mailbox.look(p, share)
 
-    def _load_statistics(self, mixture, scal, row, cols, on):
-        """Returns (m, l, M), as `_mix_blocks` does, from the caller's statistics."""
-        m, l = ptx.ld_scalar_pair(scal.toint() + Int64(row) * 8)
+    def _prefetch_source(self, p, share):
+        """Has the delta's address translated."""
+        for col in share.cols:
+            ptx.prefetch(vec_address(p.source, share.row, p.source_row_stride, col))
+
+    def _update(self, vp, vd):
+        """The updated prefix, from the prefix and the delta."""
+        return add_bf16(vp, vd) if self.has_delta else vd
+
+    def _load_statistics(self, p, share):
+        """Returns (m, l, M), as `mix_blocks` does, from the caller's statistics."""
+        m, l = ptx.ld_scalar_pair(p.scal.toint() + Int64(share.row) * 8)
         words = []
-        for col, o in zip(cols, on, strict=True):
-            address = mixture.toint() + (Int64(row) * self.row_vecs + Int64(col)) * 32
-            words += ptx.ld_vec(address, o) + ptx.ld_vec(address + 16, o)
+        for col, on in zip(share.cols, share.on, strict=True):
+            address = p.mixture.toint() + (Int64(share.row) * self.row_vecs + Int64(col)) * 32
+            words += ptx.ld_vec(address, on) + ptx.ld_vec(address + 16, on)
         return m, l * 2.0**-SPARE, [ptx.bits_to_f32(word) * 2.0**-SPARE for word in words]
 
-    def _meanwhile(self, vx, vo, written, row, cols, on, has_block, has_aux):
-        """Stores the updated prefix while the last exchange's sums travel.
+    def _copies(self, p, step):
+        """Which copies of the updated prefix are wanted: (offset of the written block in bytes, is there one, is there aux)."""
+        return step * p.write, p.write >= 0, p.aux.toint() != 0
 
-        `written` are (pointer, row stride in vectors, offset in bytes) of the prefix, the written block, aux and the output.
-        Returns the output norm's weight, and the addresses of the output with which of them the row has.
+    def _store_prefix(self, p, share, vx, copies):
+        """Copies the updated prefix, bit for bit, to everywhere it is wanted; returns the output's addresses, [V].
+
+        All addresses are worked out here, while the last exchange's sums travel.
         """
-        at = [[vec_address(pointer, row, stride, col) + offset for col in cols] for pointer, stride, offset in written]
-        self._store_prefix(vx, *at[:3], on, has_block, has_aux)
-        return unpack_all(vo), list(zip(at[3], on, strict=True))
+        block, has_block, has_aux = copies
+        row, cols = share.row, share.cols
+        prefix_at = [vec_address(p.prefix, row, p.prefix_row_stride, col) for col in cols]
+        block_at = [vec_address(p.blocks, row, p.blocks_row_stride, col) + block for col in cols]
+        aux_at = [vec_address(p.aux, row, p.aux_row_stride, col) for col in cols]
+        out_at = [vec_address(p.out, row, p.out_row_stride, col) for col in cols]
+        self._store_copies(vx, prefix_at, block_at, aux_at, share.on, has_block, has_aux)
+        return out_at
 
     @cute.jit
-    def _store_prefix(self, vx, prefix_at, block_at, aux_at, on, has_block: Boolean, has_aux: Boolean):
-        """Copies the updated prefix, bit for bit, to everywhere it is wanted."""
+    def _store_copies(self, vx, prefix_at, block_at, aux_at, on, has_block: Boolean, has_aux: Boolean):
         for i in range_constexpr(self.vectors):
             ptx.st_vec(prefix_at[i], vx[i], on[i])
         if has_block:
@@ -382,70 +365,34 @@ class Consumer:
             for i in range_constexpr(self.vectors):
                 ptx.st_vec(aux_at[i], vx[i], on[i])
 
-    def _fold(self, exchanges, x, w, m, l, mixed, eps, out_eps, meanwhile):
-        """Stores the output: folds the updated prefix `x` into the mixture of the saved blocks.
+    def _finish(self, p, share, of_mix, mixture, weight, out_at):
+        """Stores the output.
 
-        With the larger of exp(m) and exp(logit) as the unit, the shares are a of M, or `mixed`, and b of `x`, of which one is
-        constant and the other has the factor e <= 1, the square of an exponential of half the difference. The mean square of
-        a M + b x, and out_eps s^2, are a polynomial in e whose coefficients are there before e is. It has cancelled by
-        1 / CANCEL only where its first and last terms are alike, so the first tells.
-        `meanwhile` is called while the sums travel and returns the output norm's weight and the output's addresses.
+        What is multiplied in which order matters: a share and rsqrt may be so small that their product is none.
         """
-        h, unit, most_b = self.inv_hidden, 0.5 * LOG2_E, 2.0**-SPARE
-        m = m * unit
-        early = not self.slots and not self.stats
-        own = None if early else dot(mixed, mixed)
-        self.sums.send(exchanges[1], [dot(x, w), dot(x, x), dot(mixed, x), own], early)
-        weight, out_at = meanwhile()
-        xw, xx, mx, mm = self.sums.receive(exchanges[1], 4)
-        over = logit(xx, xw * unit, h, eps) - m
-        if self.stats:  # those of blocks have their logits to say so
-            over = over + overflow(mm)
-        half = ptx.exp2_normal(-ptx.fabs(over))
-        above = over > 0.0
-        of_mixed = mm * h + out_eps * (l * l)
-        of_x = xx * (h * most_b**2) + out_eps * most_b**2
-        of_both = mx * (h * 2.0 * most_b) + out_eps * (2.0 * most_b) * l
-        first, last = select(above, of_x, of_mixed), select(above, of_mixed, of_x)
-        e = half * half
-        square = (last * e + of_both) * e + first
-        a, b = select(above, e, Float32(1.0)), select(above, Float32(most_b), most_b * e)
-        cancelled = square < first * (2.5 * CANCEL)
-        self._finish(exchanges[2], combine([a, b], [mixed, x]), a * l + b, square, cancelled, weight, out_eps, out_at)
-
-    def _finish(self, exchange, mix, s, square, cancelled, weight, out_eps, out_at):
-        """Stores the output from `mix`, s times the mixture.
-
-        `square` is its mean square plus out_eps s^2, unless that has `cancelled`. What is multiplied in which order matters:
-        a share and rsqrt may be so small that their product is none.
-        """
+        mix, s, square, cancelled = mixture
         if self.final:
             scale = ptx.reciprocal(s)
             mix = round_bf16([scale * value for value in mix])
-            (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
-            _store(out_at, mix, self._inv_rms(square, out_eps), weight)
+            (square,) = self.sums.exchange(of_mix, [dot(mix, mix)])
+            _store(out_at, share, mix, self._inv_rms(square, p.out_eps), weight)
         else:
-            _store(out_at, mix, ptx.rsqrt(square), weight)
-            self._store_again(exchange, mix, cancelled, out_eps * (s * s), weight, out_at)
+            _store(out_at, share, mix, ptx.rsqrt(square), weight)
+            self._store_again(share, of_mix, mix, cancelled, p.out_eps * (s * s), weight, out_at)
+
+    @cute.jit
+    def _store_again(self, share, of_mix, mix, cancelled: Boolean, floor: Float32, weight, out_at):
+        """Where `cancelled`, stores the output once more, from the exchanged sum of its squares."""
+        if cancelled:
+            (square,) = self.sums.exchange(of_mix, [dot(mix, mix)])
+            _store(out_at, share, mix, self._inv_rms(square, floor), weight)
 
     def _inv_rms(self, square, floor):
         return ptx.rsqrt(square * self.inv_hidden + floor)
 
-    @cute.jit
-    def _store_again(self, exchange, mix, cancelled: Boolean, floor: Float32, weight, out_at):
-        """Where `cancelled`, stores the output once more, from the exchanged sum of its squares."""
-        if cancelled:
-            (square,) = self.sums.exchange(exchange, [dot(mix, mix)])
-            _store(out_at, mix, self._inv_rms(square, floor), weight)
 
-
-def _load_weight(weight, cols, on, load):
-    """The thread's vectors of a weight of H elements."""
-    return [load(col_address(weight, col), o) for col, o in zip(cols, on, strict=True)]
-
-
-def _store(places, values, inv, weight):
+def _store(at, share, values, inv, weight):
     """Stores (value * inv) * weight: in this order neither a large nor a small value leaves fp32's range before its time."""
-    y = [value * inv * factor for value, factor in zip(values, weight, strict=True)]
-    for i, (address, on) in enumerate(places):
+    y = [value * inv * factor for value, factor in zip(values, weight, strict=True)]  # [V * 8]
+    for i, (address, on) in enumerate(zip(at, share.on, strict=True)):
         ptx.st_vec(address, pack(y[i * VEC : (i + 1) * VEC]), on)

@@ -7,13 +7,16 @@ subnormals. Per word x of two bf16, in integers, so that nothing is flushed or q
     t = (x & 0x7fff7fff) + 0x7fff7fff     a half's top bit is set where that half is not zero; no carry between halves
     y = x & (t | 0x7fff7fff)              keeps all bits but the sign of a zero
 
-| operand | shape         | type | strides             | align | access |
-|---------|---------------|------|---------------------|-------|--------|
-| source  | [rows, H]     | bf16 | row dynamic, last 1 | 16 B  | read after the dependency wait |
-| mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | rows 0..rows-1 written; one slot, here or on another GPU |
+| operand | shape         | type | strides             | align | read | written |
+|---------|---------------|------|---------------------|-------|------|---------|
+| source  | [rows, H]     | bf16 | row dynamic, last 1 | 16 B  | after the wait | |
+| mailbox | [capacity, H] | bf16 | H, 1                | 16 B  | | rows 0..rows-1: after the wait; one slot, here or on another GPU |
+
+"The wait" is the dependency wait (griddepcontrol.wait). Parameters are `attnres_aot.spec.params.PUBLISH_PARAMS`.
 
 Threads to elements: one CTA per row; thread `tid` of T owns the vectors (8 elements) i * T + tid of the row, i < V, where
-T * V * 8 is H or the next multiple of 1024, and threads beyond the row store nothing. CTAs share nothing; there is no shared memory and no synchronisation.
+T * V * 8 is H or the next multiple of 1024, and threads beyond the row store nothing. CTAs share nothing; there is no shared
+memory and no synchronisation.
 
 No clusters: a cluster starts only where all of its CTAs fit at once, and these rows may be what a consumer beside them
 waits for. H200, driver 580, 2026-11-30: clusters of 7 were in the end not started while another stream's consumer of 64
@@ -26,10 +29,10 @@ know: on one GPU, a consumer earlier on the same stream has consumed them, becau
 """
 
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32
 
 from attnres_aot.kernels import ptx
-from attnres_aot.kernels.vectors import VEC, inside, vec_address
+from attnres_aot.kernels.vectors import VEC, Share, inside, load_row, vec_address
 
 MAGNITUDE = 0x7FFF7FFF
 """All bits of two bf16 but their signs."""
@@ -52,10 +55,10 @@ class Publish:
         self.row_vecs = hidden // VEC
 
     @cute.jit
-    def __call__(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32, stream):
-        """Launches one CTA per row; parameters are `attnres_aot.spec.params.PUBLISH_PARAMS`, strides in vectors."""
-        self.kernel(source, mailbox, source_row_stride, rows).launch(
-            grid=(rows, 1, 1),
+    def __call__(self, p, stream):
+        """Launches one CTA per row."""
+        self.kernel(p).launch(
+            grid=(p.rows, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -64,19 +67,18 @@ class Publish:
         )
 
     @cute.kernel
-    def kernel(self, source: cute.Pointer, mailbox: cute.Pointer, source_row_stride: Int32, rows: Int32):
+    def kernel(self, p):
         """Device body: one row per CTA."""
         tid, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
-        cols = [i * self.threads + tid for i in range(self.vectors)]
+        cols = [i * self.threads + tid for i in range(self.vectors)]  # [V]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        on = inside(cols, self.row_vecs, self.threads * self.vectors)
-        at = [vec_address(source, row, source_row_stride, col) for col in cols]
-        vs = [ptx.ld_vec(address, o) for address, o in zip(at, on, strict=True)]
-        for i in range_constexpr(self.vectors):
-            to = vec_address(mailbox, row, Int32(self.row_vecs), cols[i])
-            ptx.st_vec_mailbox(to, _without_negative_zero(vs[i]), on[i])
+        share = Share(row, cols, inside(cols, self.row_vecs, self.threads * self.vectors))
+        vs = load_row(p.source, p.source_row_stride, share, ptx.ld_vec)  # [V] vectors
+        for vec, col, on in zip(vs, cols, share.on, strict=True):
+            to = vec_address(p.mailbox, row, Int32(self.row_vecs), col)
+            ptx.st_vec_mailbox(to, _without_negative_zero(vec), on)
 
 
 def _without_negative_zero(words):

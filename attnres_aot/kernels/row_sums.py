@@ -1,17 +1,29 @@
 """Sums over a row: adding a few values over all threads of the cluster that shares the row.
 
-Shared memory, for each exchange of N values: lines of fp32 partial sums, one for each value, [max(N, 4)][T / max(N, 4),
-to a multiple of 4, and 4], fp32 sums of the CTAs [8][max(N, 4)] and an 8-byte mbarrier; and fp32 [T/32][32] to show a warp
-what its lanes hold. T is the number of threads in a CTA.
+Shared memory, for exchanges of N_0, N_1 .. values and T threads in a CTA, with L = max(N, 4) lines of S = T / L floats, rounded
+up to a multiple of 4, and 4 more (lines 4 apart share no bank); an exchange of no values has no lines:
 
-Synchronisation: thread 0 initialises the mbarriers, each with one arrival (its own) and the expected bytes, then the
-cluster barrier shows them to every CTA before anybody sends. In an exchange each warp adds N values with shuffles until a
-lane holds one, so that 32 / N lanes have parts of the same value, and each thread leaves its part in shared memory: further
-shuffles would take longer than reading the parts. (A single value is not shuffled; its line is cut in four.) After a CTA
-barrier, one warp per four lines adds those, eight lanes each the same line, of which each st.asyncs the sum to another CTA
-of the cluster, or to a spare row of its own where the cluster is smaller: a branch around it would cost more. Each CTA waits
-on its own mbarrier and every warp adds up the same numbers in the same order, so all threads of the cluster hold the same bits.
-`send` and `receive` are the halves of an exchange: what a kernel does between them is done while the sums travel. A mbarrier
+| offset, bytes              | what                                      | type, shape      | bytes      |
+|----------------------------|-------------------------------------------|------------------|------------|
+| O_0 = 0                    | lines of partial sums, one for each value | fp32 [L][S]      | 4 L S      |
+| O_0 + 4 L S                | sums that the CTAs send                   | fp32 [8][L]      | 32 L       |
+| O_1 = O_0 + 4 L (S + 8)    | the same of the next exchange, and so on  |                  |            |
+| R, after the last of these | rooms: shows a warp what its lanes hold   | fp32 [T/32][32]  | 4 T        |
+| R + 4 T                    | an mbarrier for each exchange             | 8 bytes each     | 8 each     |
+
+Synchronisation: thread 0 initialises the mbarriers, each with one arrival (its own) and the expected bytes (32 L), then the
+cluster barrier shows them to every CTA before anybody sends. An exchange has three steps:
+
+leave     Each warp adds N values with shuffles until a lane holds one, so that 32 / N lanes have parts of the same value, and
+          each thread leaves its part in shared memory: further shuffles would take longer than reading the parts. (A single
+          value is not shuffled; its line is cut in four.)
+dispatch  After a CTA barrier, one warp per four lines adds those, eight lanes each the same line, of which each st.asyncs
+          the sum to another CTA of the cluster, or to a spare row of its own where the cluster is smaller: a branch around
+          it would cost more. The first dispatch must follow the cluster barrier.
+receive   Each CTA waits on its own mbarrier, and every warp adds up the same numbers in the same order, so all threads of
+          the cluster hold the same bits.
+
+`send` is the first two; what a kernel does between `send` and `receive` is done while the sums travel. A mbarrier
 and a buffer are used once. A CTA waits for everything that is sent to it, so none exits while a peer still writes to its
 memory: an exchange is entered by all CTAs of a row or by none, and one that was declared need not be used.
 """
@@ -125,7 +137,7 @@ class RowSums:
     def send(self, exchange, values, last_is_left=False):
         """Adds `values`, as `exchange` takes them, over this CTA and sends the sums to the cluster."""
         self._leave(exchange, values, last_is_left)
-        self._dispatch(exchange)
+        self.dispatch(exchange)
 
     def receive(self, exchange, wanted):
         """Waits for what the row's CTAs have sent; returns the row's sums of the first `wanted` values."""
@@ -146,27 +158,23 @@ class RowSums:
         while offset >= share:
             value = value + cute.arch.shuffle_sync_bfly(value, offset)
             offset //= 2
-        ptx.st_shared_where(exchange.mine, value, Int32(cute.arch.lane_idx() >= WARP - share))
+        ptx.st_shared(exchange.mine, value, Int32(cute.arch.lane_idx() >= WARP - share))
 
     def _leave(self, exchange, values, last_is_left=False):
         """Adds `values` over lanes until each holds one, and leaves the parts for the CTA."""
         mine = _reduce_scatter(values, cute.arch.lane_idx())
         if last_is_left:
-            ptx.st_shared_where(exchange.mine, mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange.count))
+            ptx.st_shared(exchange.mine, mine, Int32(cute.arch.lane_idx() < WARP - WARP // exchange.count))
         else:
             ptx.st_shared(exchange.mine, mine)
 
-    def send_products(self, exchange, sources, w, cluster_waits):
-        """Sends v . v and v . w of each source v; the exchange has twice the number of sources, padded to a power of two."""
+    def leave_products(self, exchange, sources, w):
+        """Leaves v . v and v . w of each source v; the exchange has twice the number of sources, padded to a power of two."""
         pads = [None] * (exchange.count // 2 - len(sources))
-        values = [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads
-        self._leave(exchange, values)
-        if cluster_waits:
-            cute.arch.cluster_wait()
-        self._dispatch(exchange)
+        self._leave(exchange, [dot(v, v) for v in sources] + pads + [dot(v, w) for v in sources] + pads)
 
     def receive_logits(self, exchange, sources, inv_hidden, eps):
-        """Returns the `logit` of each source, alike in all threads, from `send_products`."""
+        """Returns the `logit` of each source, alike in all threads, from `leave_products`."""
         half = exchange.count // 2
         ptx.mbarrier_wait(exchange.barrier)
         at = cute.arch.lane_idx() % half
@@ -179,7 +187,7 @@ class RowSums:
         column = exchange.received + at * 4
         return tree_sum([ptx.ld_shared(column + sender * count * 4) for sender in range(self.cluster)])
 
-    def _dispatch(self, exchange):
+    def dispatch(self, exchange):
         """Adds what the threads of this CTA have left and sends it to the cluster."""
         lines, stride = self._lines(exchange.count), self._stride(exchange.count)
         cute.arch.sync_threads()

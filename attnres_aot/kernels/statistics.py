@@ -8,17 +8,21 @@ Per row, with w = norm * query, over saved blocks v_0 .. v_{nb-1}:
     l       = sum_s e_s
     mixture = sum_s e_s v_s          (un-normalised, as the consumer takes it)
 
-| operand     | shape        | type | strides            | align | access |
-|-------------|--------------|------|--------------------|-------|--------|
-| blocks      | [rows, B, H] | bf16 | row, block dynamic | 16 B  | 0..nb-1 read before the dependency wait |
-| norm, query | [H]          | bf16 | 1                  | 16 B  | read before the dependency wait |
-| mixture     | [cap, H]     | fp32 | H, 1               | 16 B  | written after the dependency wait |
-| scal        | [cap, 2]     | fp32 | 2, 1               | 8 B   | written after the dependency wait: (m, l) |
+| operand     | shape        | type | strides            | align | read | written |
+|-------------|--------------|------|--------------------|-------|------|---------|
+| blocks      | [rows, B, H] | bf16 | row, block dynamic | 16 B  | 0..nb-1: before the wait | |
+| norm, query | [H]          | bf16 | 1                  | 16 B  | before the wait | |
+| mixture     | [cap, H]     | fp32 | H, 1               | 16 B  | | after the wait |
+| scal        | [cap, 2]     | fp32 | 2, 1               | 8 B   | | after the wait, last: (m, l) |
+
+"The wait" is the dependency wait (griddepcontrol.wait). Parameters are `attnres_aot.spec.params.STATISTICS_PARAMS`.
 
 Threads to elements: CTA `rank` of the cluster's K and thread `tid` of T own the vectors (8 elements)
-(rank * V + i) * T + tid of the row, i < V, as far as the row has them (K * T * V * 8 is H or more). A vector of blocks is 16 bytes, one of mixture 32.
+(rank * V + i) * T + tid of the row, i < V, as far as the row has them (K * T * V * 8 is H or more). A vector of blocks is
+16 bytes, one of mixture 32.
 
-Shared memory and synchronisation are those of `row_sums`: one exchange, of v_s . v_s and v_s . w for every block.
+Shared memory and synchronisation are those of `row_sums`: one exchange, of v_s . v_s and v_s . w for every block, padded to N
+values. With nb 8 and T = 128, N is 16: the exchange is at offset 0, rooms at 1280, the mbarrier at 1792, 1800 bytes in all.
 
 Order of launches: dependents are released at entry, so a consumer may start early; it waits for this grid before it
 reads statistics. This grid waits before it writes them, because the grid before it may be a consumer that still reads
@@ -28,11 +32,11 @@ Rounding points: none but fp32's own; w is a product of two bf16 and exact.
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int64, range_constexpr
 
 from attnres_aot.kernels import ptx
 from attnres_aot.kernels.row_sums import PACKET, RowSums, padded
-from attnres_aot.kernels.vectors import VEC, col_address, combine, inside, softmax, unpack, unpack_all, vec_address
+from attnres_aot.kernels.vectors import VEC, combine, load_sources, row_and_rank, share_of_row, softmax, unpack_all
 
 
 class Statistics:
@@ -57,22 +61,10 @@ class Statistics:
         self.row_vecs = hidden // VEC
 
     @cute.jit
-    def __call__(
-        self,
-        blocks: cute.Pointer,
-        norm: cute.Pointer,
-        query: cute.Pointer,
-        mixture: cute.Pointer,
-        scal: cute.Pointer,
-        blocks_row_stride: Int32,
-        blocks_block_stride: Int32,
-        rows: Int32,
-        eps: Float32,
-        stream,
-    ):
-        """Launches one cluster per row; parameters are `attnres_aot.spec.params.STATISTICS_PARAMS`, strides in vectors."""
-        self.kernel(blocks, norm, query, mixture, scal, blocks_row_stride, blocks_block_stride, rows, eps).launch(
-            grid=(self.cluster * rows, 1, 1),
+    def __call__(self, p, stream):
+        """Launches one cluster per row."""
+        self.kernel(p).launch(
+            grid=(self.cluster * p.rows, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1),
             stream=stream,
@@ -82,48 +74,27 @@ class Statistics:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        blocks: cute.Pointer,
-        norm: cute.Pointer,
-        query: cute.Pointer,
-        mixture: cute.Pointer,
-        scal: cute.Pointer,
-        blocks_row_stride: Int32,
-        blocks_block_stride: Int32,
-        rows: Int32,
-        eps: Float32,
-    ):
+    def kernel(self, p):
         """Device body: one row per cluster."""
         cute.arch.griddepcontrol_launch_dependents()
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        row, rank = Int32(Uint32(cta) // self.cluster), Int32(Uint32(cta) % self.cluster)
+        tid, row, rank = row_and_rank(self.cluster)
         (exchange,) = self.sums.open(tid, rank)
+        share = share_of_row(self, tid, row, rank)
+        w, vb, _ = load_sources(p, self.nb, share, ptx.ld_vec_const)  # [V * 8] fp32, [nb][V] vectors
 
-        cols = [(rank * self.vectors + i) * self.threads + tid for i in range(self.vectors)]
-        on = inside(cols, self.row_vecs, self.cluster * self.threads * self.vectors)
-        places = list(zip(cols, on, strict=True))
-        vw = [[ptx.ld_vec_const(col_address(weight, col), o) for weight in (norm, query)] for col, o in places]
-        blocks_from = [vec_address(blocks, row, blocks_row_stride, col) for col in cols]
-        block_bytes = Int64(Uint32(blocks_block_stride)) * 16
-        vb = [
-            [ptx.ld_vec_const(at + block_bytes * s, o) for at, o in zip(blocks_from, on, strict=True)]
-            for s in range(self.nb)
-        ]
-        w = [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)]
-
-        self.sums.send_products(exchange, [unpack_all(vecs) for vecs in vb], w, cluster_waits=True)
-        logits = self.sums.receive_logits(exchange, self.nb, self.inv_hidden, eps)
-        m, e, l = softmax(logits)
-        mixed = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])
+        self.sums.leave_products(exchange, [unpack_all(vecs) for vecs in vb], w)
+        cute.arch.cluster_wait()
+        self.sums.dispatch(exchange)
+        logits = self.sums.receive_logits(exchange, self.nb, self.inv_hidden, p.eps)  # [nb]
+        m, e, l = softmax(logits)  # e: [nb]
+        mixed = combine(e, [unpack_all(vecs, launder=True) for vecs in vb])  # [V * 8]
 
         cute.arch.griddepcontrol_wait()
         for i in range_constexpr(self.vectors):
-            at = mixture.toint() + (Int64(row) * self.row_vecs + Int64(cols[i])) * 32
-            ptx.st_f32(at, mixed[i * VEC : i * VEC + 4], on[i])
-            ptx.st_f32(at + 16, mixed[i * VEC + 4 : (i + 1) * VEC], on[i])
-        self._store_scalars((rank == 0) & (tid == 0), scal.toint() + Int64(row) * 8, m, l)
+            at = p.mixture.toint() + (Int64(row) * self.row_vecs + Int64(share.cols[i])) * 32
+            ptx.st_f32(at, mixed[i * VEC : i * VEC + 4], share.on[i])
+            ptx.st_f32(at + 16, mixed[i * VEC + 4 : (i + 1) * VEC], share.on[i])
+        self._store_scalars((rank == 0) & (tid == 0), p.scal.toint() + Int64(row) * 8, m, l)
 
     @cute.jit
     def _store_scalars(self, is_first: Boolean, address: Int64, m: Float32, l: Float32):

@@ -4,8 +4,10 @@ A thread's share of a row is a list of vectors, each four 32-bit words, or a fla
 """
 
 import operator
+from typing import NamedTuple
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from attnres_aot.kernels import ptx
@@ -14,6 +16,30 @@ VEC = 8
 """bf16 elements in a 16-byte vector."""
 LOG2_E = 1.4426950408889634
 """log2(e)."""
+
+
+class Share(NamedTuple):
+    """A thread's share of the row that its cluster works on."""
+
+    row: Int32
+    """Row of the launch."""
+    cols: list
+    """[V] the thread's vectors, by number in the row."""
+    on: list
+    """[V] whether the row has the vector, or None where it has all."""
+
+
+def row_and_rank(cluster):
+    """(tid, row, rank): the thread in its CTA, the row of the launch, the CTA in the row's cluster."""
+    tid, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    return tid, Int32(Uint32(cta) // cluster), Int32(Uint32(cta) % cluster)
+
+
+def share_of_row(kernel, tid, row, rank):
+    """The share of thread `tid` of CTA `rank`: every `threads`-th vector of those that the CTA has."""
+    cols = [(rank * kernel.vectors + i) * kernel.threads + tid for i in range(kernel.vectors)]
+    return Share(row, cols, inside(cols, kernel.row_vecs, kernel.cluster * kernel.threads * kernel.vectors))
 
 
 def inside(cols, row_vecs, threads):
@@ -33,6 +59,30 @@ def col_address(pointer, col):
 
 def vec_address(pointer, row, row_stride, col):
     return pointer.toint() + Int64(Uint32(row)) * Int64(Uint32(row_stride)) * 16 + Int64(Uint32(col) * 16)
+
+
+def load_row(pointer, row_stride, share, load):
+    """The thread's vectors of its row, by one of the loads of `ptx`; zeros where the row has none."""
+    at = [vec_address(pointer, share.row, row_stride, col) for col in share.cols]
+    return [load(address, on) for address, on in zip(at, share.on, strict=True)]
+
+
+def load_weight(pointer, share, load):
+    """The thread's vectors of a weight of H elements."""
+    return [load(col_address(pointer, col), on) for col, on in zip(share.cols, share.on, strict=True)]
+
+
+def load_sources(p, nb, share, load):
+    """Loads what logits are made of.
+
+    Returns:
+      (w, vb, step): norm * query, [V * 8] fp32; the saved blocks, [nb][V] vectors; bytes from one block to the next.
+    """
+    vw = zip(load_weight(p.norm, share, load), load_weight(p.query, share, load), strict=True)
+    at = [vec_address(p.blocks, share.row, p.blocks_row_stride, col) for col in share.cols]
+    step = Int64(Uint32(p.blocks_block_stride)) * 16
+    vb = [[load(address + step * s, on) for address, on in zip(at, share.on, strict=True)] for s in range(nb)]
+    return [a * b for n, q in vw for a, b in zip(unpack(n), unpack(q), strict=True)], vb, step
 
 
 def unpack(words):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 from attnres_aot.runtime.cuda.fault import Owner, RingFault, read_fault
 from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.graphs import ops
-from attnres_aot.runtime.graphs.handles import handle_tensor
 from attnres_aot.runtime.graphs.tracing import dispatch_modes
 from attnres_aot.runtime.launch.indirect import LaunchingConsumer
 from attnres_aot.runtime.launch.pdl import Pdl
@@ -69,8 +67,8 @@ class PreparedAttnRes(LaunchingConsumer):
           eps: epsilon of both norms, or a pair (under the logits, of the output norm); 1e-30 or more.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: False, True or "early": how a launch may overlap the kernel before it (`attnres_aot.runtime.launch.pdl`).
-          checks: check addresses of operands (alignment, overlap) whenever they change, and geometry always. If off,
-            their layout must follow from that of `out`; geometry is compared if an address or `out` changes.
+          checks: check everything about operands and bound memory; `docs/loader.md` has what is left if off, and what
+            the caller then promises.
           fallback: called with a `Missed` where the bundle lacks a variant, instead of raising.
           name: what graphs that are saved and loaded in other processes find the object by, such as the name of its
             module in the model; of one living object only.
@@ -119,6 +117,10 @@ class PreparedAttnRes(LaunchingConsumer):
 
         Raises:
           UsageError: attributes are missing, or another object has the name.
+          OperandError: weights or epsilons cannot be used; one line for every problem.
+          VariantMissError: the bundle holds nothing for the consumer, and there is no fallback.
+          BundleError: no bundle fits, or an image is damaged.
+          DriverError: the driver refused code, or this process was forked.
         """
         found = read_target(target, final=final, has_delta=has_delta)
         return cls(found.weights, found.key, found.eps, bundle, pdl=pdl, checks=checks, fallback=fallback, name=name)
@@ -129,11 +131,6 @@ class PreparedAttnRes(LaunchingConsumer):
         twin._owner = self._owner and Owner(twin.handle, None)  # noqa: SLF001
         twin._renew_routes()  # noqa: SLF001
         return twin
-
-    def _take_handle(self, name: str | None) -> None:
-        self.name = name
-        self.handle = ops.consumers.register(self, name)
-        self.handle_tensor = handle_tensor(self.handle)
 
     def run(
         self,
@@ -251,12 +248,3 @@ class PreparedAttnRes(LaunchingConsumer):
         """
         found = read_fault(self._bundle.device.ordinal)
         return found if found is not None and found.launch.handle == self.handle else None
-
-
-def _forget_all_plans() -> None:
-    """Makes every launch in a forked child look for its plan again, which is refused there."""
-    for prepared in ops.consumers.alive():
-        prepared.forget_plans()
-
-
-os.register_at_fork(after_in_child=_forget_all_plans)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.cuda.device import lasting_byte, open_memory_of
 from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.graphs import ops
+from attnres_aot.runtime.graphs.handles import PUBLISHERS
 from attnres_aot.runtime.graphs.tracing import dispatch_modes, stand_ins_among
-from attnres_aot.runtime.launch.binding import moved_mailbox
+from attnres_aot.runtime.launch.binding import check_unmoved
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.mailbox import mailbox_problems
@@ -36,6 +38,7 @@ class PreparedPublish(PreparedProducer):
     """
 
     __slots__ = ("_address", "_mailbox", "_slot", "token")
+    _kind = PUBLISHERS
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class PreparedPublish(PreparedProducer):
           bundle: where the code comes from, loaded for the device of the rows; None is `load()`, for torch's current
             device.
           pdl: launch with programmatic stream serialization.
-          checks: check the address of the rows (overlap) whenever it changes, and that the mailbox is there.
+          checks: as for `PreparedAttnRes`.
           name: as for `PreparedAttnRes`.
 
         Raises:
@@ -103,41 +106,46 @@ class PreparedPublish(PreparedProducer):
           DriverError: the driver refused.
         """
         if is_dynamo_compiling():
-            return producer_ops.compile_publish(self, rows, self.token)
+            return ops.compile_publish(self, rows, self.token)
         if dispatch_modes() or stand_ins_among((rows,)):
-            return producer_ops.dispatch_publish(self, rows)
+            return ops.dispatch_publish(self, rows)
         self.launch(rows)
         return self.token
 
-    def _expected(self) -> Expected:
-        return Expected(name="rows", reads=(0,))
+    def expected(self) -> tuple[Expected, ...]:
+        """Returns what is wanted of the rows."""
+        return (Expected(name="rows", reads=(0,)),)
 
-    def _bound(self) -> list[tuple[str, torch.Tensor]]:
+    def bound(self, _asked: Producer, /) -> list[tuple[str, torch.Tensor]]:
+        """Returns what launches take the addresses of."""
         return [("the mailbox", self._mailbox)]
 
-    def _arguments(self) -> tuple[Any, ...]:
-        return (self._mailbox, self._slot)
+    def plan_in(self, table: Any, give: Callable[[torch.Tensor], Any], _constants: object, /) -> Any:
+        """Returns what plans launches in a library."""
+        return table.prepare_publish(give(self._mailbox), self._slot, self.pdl, self.checks).plan_run
 
-    def _check_room(self, rows: int) -> None:
+    def check_room(self, rows: int) -> None:
+        """Refuses more rows than a slot has."""
         capacity = self._mailbox.shape[1]
         if rows > capacity:
             raise OperandError(f"rows has {rows} rows, but a slot of the mailbox holds {capacity}")
 
-    def _constants(self, view: View) -> dict[str, int | float]:
-        if self._mailbox.data_ptr() != self._address:
-            raise OperandError(moved_mailbox(self._address, self._mailbox.data_ptr()))
+    def check_in_place(self) -> None:
+        """Refuses a mailbox that has moved."""
+        check_unmoved(self._mailbox, self._address)
+
+    def constants(self, views: tuple[View, ...], _asked: Producer, /) -> dict[str, int | float]:
+        """Returns the arguments that stay."""
         return {
             "mailbox": self._slot_address(),
-            "source_row_stride": view.row_stride // VECTOR_ELEMS,
-            "rows": view.rows,
+            "source_row_stride": views[0].row_stride // VECTOR_ELEMS,
+            "rows": views[0].rows,
         }
 
-    def _written(self, view: View) -> list[Fixed]:
-        size = view.rows * view.hidden * _BF16_BYTES
+    def fixed(self, views: tuple[View, ...], /) -> list[Fixed]:
+        """Returns what a launch writes."""
+        size = views[0].rows * views[0].hidden * _BF16_BYTES
         return [Fixed(name="the mailbox", address=self._slot_address(), size=size, written=True)]
-
-    def _pointer(self) -> str:
-        return "source"
 
     def _slot_address(self) -> int:
         return self._address + self._slot * self._mailbox.stride(0) * _BF16_BYTES
@@ -152,6 +160,14 @@ def publish(
 
     Returns:
       `rows`.
+
+    Raises:
+      OperandError: mailbox, slot or rows cannot be used; one line for every problem.
+      UsageError: `pdl` is no launch mode of producers.
+      VariantMissError: the bundle does not publish.
+      BundleError: no bundle fits, or an image is damaged.
+      DriverError: the driver refused, this process was forked, or the mailbox is a peer's that this process has not
+        published to before and a graph is being captured.
     """
     if bundle is None:
         from attnres_aot.runtime.api import load

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime import producer_ops
 from attnres_aot.runtime.cuda.device import check_device
 from attnres_aot.runtime.find.loaded import LoadedBundle
+from attnres_aot.runtime.graphs import ops
+from attnres_aot.runtime.graphs.handles import STATISTICS as KIND
 from attnres_aot.runtime.graphs.tracing import dispatch_modes, stand_ins_among
 from attnres_aot.runtime.launch.binding import make_statistics
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View, vector_problems
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.memory import overlap_problems
 from attnres_aot.runtime.operands.overlap import Fixed
-from attnres_aot.runtime.operands.weights import check_eps, first_device
+from attnres_aot.runtime.operands.weights import as_vector, check_eps, first_device
 from attnres_aot.runtime.producer import PreparedProducer
 from attnres_aot.spec.variants import STATISTICS, Producer
 
@@ -33,6 +35,7 @@ class PreparedStatistics(PreparedProducer):
     """
 
     __slots__ = ("_eps", "_nb", "_norm", "_query", "_statistics")
+    _kind = KIND
 
     def __init__(  # noqa: PLR0913 - everything but the blocks
         self,
@@ -59,7 +62,7 @@ class PreparedStatistics(PreparedProducer):
           nb: saved blocks, that of the consumer.
           bundle: where the code comes from; None finds the bundle for the weights' device as `load()` does.
           pdl: launch with programmatic stream serialization.
-          checks: check the address of the blocks (overlap) whenever it changes, and that bound memory is there.
+          checks: as for `PreparedAttnRes`.
           name: as for `PreparedAttnRes`.
 
         Raises:
@@ -77,7 +80,7 @@ class PreparedStatistics(PreparedProducer):
         if count is None:
             raise OperandError(f"nb is {nb!r}; a whole number of saved blocks is wanted, that of the consumer")
         super().__init__(Producer(kernel=STATISTICS, nb=count), bundle, pdl=pdl, checks=checks)
-        self._nb, self._norm, self._query = count, _vector(norm, bundle.hidden), _vector(query, bundle.hidden)
+        self._nb, self._norm, self._query = count, as_vector(norm, bundle.hidden), as_vector(query, bundle.hidden)
         problems = vector_problems("norm", self._norm, (bundle.hidden,), torch.bfloat16)
         problems += vector_problems("query", self._query, (bundle.hidden,), torch.bfloat16)
         if problems:
@@ -108,9 +111,9 @@ class PreparedStatistics(PreparedProducer):
         """
         mixture, scal = self._statistics.mixture, self._statistics.scal
         if is_dynamo_compiling():
-            producer_ops.compile_statistics(self, blocks, mixture, scal)
+            ops.compile_statistics(self, blocks, mixture, scal)
         elif dispatch_modes() or stand_ins_among((blocks,)):
-            producer_ops.dispatch_statistics(self, blocks, mixture, scal)
+            ops.dispatch_statistics(self, blocks, mixture, scal)
         else:
             self.launch(blocks)
         return mixture, scal
@@ -121,34 +124,41 @@ class PreparedStatistics(PreparedProducer):
         if mixture.data_ptr() == bound.mixture.data_ptr() and scal.data_ptr() == bound.scal.data_ptr():
             return self
         twin = self._same_slots()
-        twin._statistics = make_statistics(mixture, scal, (), self._bundle.hidden)  # noqa: SLF001
+        twin._statistics = make_statistics(mixture, scal, (), self.bundle.hidden)  # noqa: SLF001
         twin._check_apart()  # noqa: SLF001
         twin.forget_plans()
         return twin
 
     def _check_apart(self) -> None:
         written = {"mixture", "scal"}
-        if problems := overlap_problems([(name, tensor, name in written) for name, tensor in self._bound()]):
+        if problems := overlap_problems(
+            [(name, tensor, name in written) for name, tensor in self.bound(self.producer)]
+        ):
             raise OperandError("\n".join(problems))
 
-    def _expected(self) -> Expected:
-        return Expected(name="blocks", reads=tuple(range(self._nb)), blocks=self._nb)
+    def expected(self) -> tuple[Expected, ...]:
+        """Returns what is wanted of the blocks."""
+        return (Expected(name="blocks", reads=tuple(range(self._nb)), blocks=self._nb),)
 
-    def _bound(self) -> list[tuple[str, torch.Tensor]]:
+    def bound(self, _asked: Producer, /) -> list[tuple[str, torch.Tensor]]:
+        """Returns what launches take the addresses of."""
         outputs = [("mixture", self._statistics.mixture), ("scal", self._statistics.scal)]
         return [("norm", self._norm), ("query", self._query), *outputs]
 
-    def _arguments(self) -> tuple[Any, ...]:
-        bound = self._statistics
-        return (self._norm, self._query, self._eps, bound.mixture, bound.scal, self._nb)
+    def plan_in(self, table: Any, give: Callable[[torch.Tensor], Any], _constants: object, /) -> Any:
+        """Returns what plans launches in a library."""
+        norm, query, mixture, scal = [give(tensor) for _, tensor in self.bound(self.producer)]
+        return table.prepare_statistics(norm, query, self._eps, mixture, scal, self._nb, self.pdl, self.checks).plan_run
 
-    def _check_room(self, rows: int) -> None:
+    def check_room(self, rows: int) -> None:
+        """Refuses more rows than mixture has."""
         room = self._statistics.mixture.shape[0]
         if rows > room:
             raise OperandError(f"blocks has {rows} rows, but mixture holds {room}; bind a larger one")
 
-    def _constants(self, view: View) -> dict[str, int | float]:
-        mixture, scal = self._statistics.mixture, self._statistics.scal
+    def constants(self, views: tuple[View, ...], _asked: Producer, /) -> dict[str, int | float]:
+        """Returns the arguments that stay."""
+        (view,), mixture, scal = views, self._statistics.mixture, self._statistics.scal
         return {
             "norm": self._norm.data_ptr(),
             "query": self._query.data_ptr(),
@@ -160,15 +170,13 @@ class PreparedStatistics(PreparedProducer):
             "eps": self._eps,
         }
 
-    def _written(self, view: View) -> list[Fixed]:
+    def fixed(self, views: tuple[View, ...], /) -> list[Fixed]:
+        """Returns what a launch writes."""
         written = (("mixture", self._statistics.mixture), ("scal", self._statistics.scal))
         return [
-            Fixed(name=name, address=each.data_ptr(), size=view.rows * each.shape[1] * _FP32_BYTES, written=True)
+            Fixed(name=name, address=each.data_ptr(), size=views[0].rows * each.shape[1] * _FP32_BYTES, written=True)
             for name, each in written
         ]
-
-    def _pointer(self) -> str:
-        return "blocks"
 
 
 def statistics(  # noqa: PLR0913 - everything at once
@@ -189,12 +197,12 @@ def statistics(  # noqa: PLR0913 - everything at once
 
     Returns:
       (mixture, scal), of which as many rows are written as `blocks` has.
+
+    Raises:
+      OperandError: something cannot be bound or launched; one line for every problem.
+      UsageError: `pdl` is no launch mode of producers, or a graph is recorded that would write into copies.
+      VariantMissError: the bundle does not make statistics of `nb` blocks.
+      BundleError: no bundle fits, or an image is damaged.
+      DriverError: the driver refused, or this process was forked.
     """
     return PreparedStatistics(norm, query, eps, mixture, scal, nb=nb, bundle=bundle, pdl=pdl).run(blocks)
-
-
-def _vector(tensor: Any, hidden: int) -> Any:
-    """Returns a weight [H] or [1, H] as [H], on memory that stays alive even if a parameter's data is replaced."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    return tensor.detach()[0] if tensor.shape == (1, hidden) else tensor.detach()

@@ -1,17 +1,16 @@
 """The manifest that a bundle would have: assembled again from its configuration, its selection and its binaries.
 
-Of a bundle that was built from this package's own kernel sources all of it is derived. Of any other, what follows from
-kernel sources is taken from the bundle's own manifest (`FROM_SOURCES` says what that is), and the rest is derived.
+Of a bundle that was built from this package's own sources all of it is derived. Of any other, what follows from
+those sources is taken from the bundle's own manifest (`FROM_SOURCES` says what that is), and the rest is derived.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 from attnres_aot.builder.assemble import assemble, prove_record
 from attnres_aot.builder.keys import PACKAGE_COMPONENT, BuildFacts, WantedImage, wanted_images
-from attnres_aot.builder.sources import combined_digest, sources_digests
+from attnres_aot.builder.sources import combined_digest, own_sources
 from attnres_aot.bundle.manifest import MANIFEST_NAME, Choice, ImageRecord, Manifest
 from attnres_aot.config.schema import config_from
 from attnres_aot.plan.plan import Plan, Selection, plan
@@ -21,7 +20,7 @@ from attnres_aot.spec.toolkits import FLAVOURS
 from attnres_aot.spec.variants import SpecChoice, parse_image
 
 FROM_SOURCES = (
-    "built from other kernel sources than this release's, so not derived again: build keys, budgets, launch shapes "
+    "built from other sources than this release's, so not derived again: build keys, budgets, launch shapes "
     "beyond what image names say, and up to how many rows each image of a variant is used"
 )
 """What is not checked of a bundle of another release."""
@@ -41,7 +40,7 @@ class Derivation:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.own = is_of_this_release(manifest)
-        """Whether the bundle was built from this package's own kernel sources."""
+        """Whether the bundle was built from this package's own sources."""
         config = config_from(manifest.config, f"{MANIFEST_NAME}: config")
         selected = manifest.selection
         selection = Selection(tp=selected.tp, dcp=selected.dcp, only=selected.only)
@@ -52,7 +51,7 @@ class Derivation:
             toolchain={name: version for name, version in manifest.toolchain.items() if name != PACKAGE_COMPONENT},
             flavour=manifest.flavour,
             package_version=manifest.toolchain.get(PACKAGE_COMPONENT, ""),
-            sources=_own_sources(),
+            sources=own_sources() or {},
         )
         wanted = wanted_images(self._plan, self._facts) if self.own else map(self._as_recorded, manifest.images)
         self._wanted = {image.name: image for image in wanted}
@@ -64,7 +63,7 @@ class Derivation:
           CompileError: the code is not that of the image; says what was asked and what was found.
         """
         wanted = self._wanted.get(image.name) or self._as_recorded(image)
-        return prove_record(wanted, wanted.finished(cubin), self._plan.arch, self._facts.flavour)
+        return prove_record(wanted, cubin, self._plan.arch, self._facts.flavour)
 
     def assemble(self, records: dict[str, ImageRecord]) -> Manifest:
         """Returns the manifest of a bundle with these images, by name; those that are not needed are left out."""
@@ -85,7 +84,6 @@ class Derivation:
 
     def _as_recorded(self, image: ImageRecord) -> WantedImage:
         return WantedImage(
-            kernel=image.kernel,
             spec=parse_image(image.name),
             launch={
                 "cluster": image.cluster,
@@ -101,13 +99,9 @@ class Derivation:
 
 
 def is_of_this_release(manifest: Manifest) -> bool:
-    """Tells whether the bundle was built from the same kernel and compiler sources as this package's."""
-    return manifest.sources_sha256 == combined_digest(_own_sources())
-
-
-@functools.cache
-def _own_sources() -> dict[str, str]:
-    return sources_digests()
+    """Tells whether the bundle was built from the same sources as this package's, as far as they decide it."""
+    sources = own_sources()
+    return sources is not None and manifest.sources_sha256 == combined_digest(sources)
 
 
 def _with_choices_of(manifest: Manifest, plan: Plan) -> Plan:

@@ -71,7 +71,7 @@ def change_values(data: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         _change_value(raw, draw)
     text = seal(raw) if draw.random() < 0.9 else json.dumps(raw, indent=1, sort_keys=True).encode() + b"\n"
-    return text.replace(b'"schema"', b'"schema": 3,\n "schema"', 1) if draw.random() < 0.01 else text
+    return text.replace(b'"schema"', b'"schema": 0,\n "schema"', 1) if draw.random() < 0.01 else text
 
 
 def _change_value(raw: Any, draw: random.Random) -> None:

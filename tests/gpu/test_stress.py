@@ -21,10 +21,10 @@ from attnres_aot.selftest.arena import DENSE
 from attnres_aot.selftest.cases import Case, prepare, refill
 from attnres_aot.selftest.check import judge
 from attnres_aot.selftest.inputs import FAMILIES
-from attnres_aot.selftest.ranks import publish_words
-from attnres_aot.selftest.soak import Soak
 from attnres_aot.selftest.suite import bundle_variants, image_variants, wait
 from attnres_aot.spec.variants import Variant
+from tests.support.ranks import publish_words
+from tests.support.soak import Soak
 
 ROOT = Path(__file__).parents[2]
 ROW_COUNTS = (1, 2, 3, 7, 16, 33, 64)

@@ -118,6 +118,7 @@ STARTS = [
     Start("cli.plan_command", (*HEAVY, "elftools")),
     # Builds are compared, written and checked without the compiler; only workers load it.
     Start("cli.build_command", HEAVY),
+    Start("verify.bundle_check", (*HEAVY, "click", "yaml", "rich")),
     Start("cli.verify_command", (*HEAVY, "yaml", "rich")),
     Start("cli.inspect_command", (*HEAVY, "yaml", "rich")),
     Start("cli.doctor_command", (*HEAVY, "yaml", "rich", "elftools")),

@@ -146,15 +146,15 @@ CHOICES = [
         places=(
             place(
                 "here",
-                candidate("/a", schema=4),
+                candidate("/a", schema=SCHEMA + 1),
                 candidate("/b", schema=True),
                 candidate("/c", schema="1"),
-                candidate("/d", schema=3.0),
+                candidate("/d", schema=float(SCHEMA)),
             ),
         ),
         chosen=None,
         statuses=("refused",) * 4,
-        reasons=("manifest schema 4, but this", "schema True", "schema '1'", "schema 3.0"),
+        reasons=(f"manifest schema {SCHEMA + 1}, but this", "schema True", "schema '1'", f"schema {SCHEMA}.0"),
     ),
     Choice(
         name="unusable-manifests",
@@ -221,7 +221,7 @@ def test_error_of_a_search_in_vain_is_the_trace_and_the_command() -> None:
         "    refused  /pkg/k3 (entry point 'k3'): built for sm_100, which runs on compute capability 10.0 and later "
         "10.x; the device is 9.0\n"
         "  ./artifacts: 1 of 2 folders in /w are bundles\n"
-        "    refused  /w/old: manifest schema 0, but this attnres-aot reads schema 3\n"
+        f"    refused  /w/old: manifest schema 0, but this attnres-aot reads schema {SCHEMA}\n"
         "Next step: `attnres-aot build --arch sm_90` builds one (sm_90a or sm_90 would do); then give its folder as "
         "the path, or in ATTNRES_AOT_BUNDLE."
     )

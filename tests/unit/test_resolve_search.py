@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -15,26 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from attnres_aot.bundle.manifest import (
-    SCHEMA,
-    ArchRecord,
-    BudgetRecord,
-    ImageRecord,
-    MailboxRecord,
-    Manifest,
-    ModelRecord,
-    SelectionRecord,
-    dump_manifest,
-    seal,
-)
+from attnres_aot.bundle.manifest import SCHEMA, ModelRecord, dump_manifest, seal
 from attnres_aot.doctor import doctor
 from attnres_aot.doctor.machine import Driver, Gpu
 from attnres_aot.errors import BundleError
 from attnres_aot.runtime.find import resolve
 from attnres_aot.runtime.find.places import search_order
 from attnres_aot.runtime.find.resolve import find_bundle
-from attnres_aot.spec.params import CONSUMER_PARAMS
-from attnres_aot.spec.variants import kernel_symbol
+from tests.support.manifests import make_manifest
 
 HOPPER = (9, 0)
 CODE = b"\x7fELF stands for a cubin"
@@ -42,45 +29,8 @@ IMAGE = "h7168-nb0"
 
 
 def write_bundle(folder: Path, arch: str = "sm_90", name: str = "kimi_k3") -> Path:
-    image = ImageRecord(
-        name=IMAGE,
-        kernel="consumer",
-        file=f"{IMAGE}.cubin",
-        sha256=hashlib.sha256(CODE).hexdigest(),
-        size=len(CODE),
-        symbol=kernel_symbol(IMAGE),
-        abi="consumer",
-        cluster=7,
-        rows_per_cluster=1,
-        block_threads=128,
-        smem_static_bytes=0,
-        smem_dynamic_bytes=0,
-        pdl=True,
-        registers=64,
-        stack_bytes=0,
-        spill_bytes=0,
-        critical_instructions=100,
-        budget=BudgetRecord(registers=255, smem_bytes=4096),
-        build_key="0" * 64,
-    )
-    manifest = Manifest(
-        schema=SCHEMA,
-        name=name,
-        arch=ArchRecord(requested=arch, proven=arch),
-        config={},
-        selection=SelectionRecord(tp=(), dcp=(), only=()),
-        sources_sha256="0" * 64,
-        toolchain={"stub": "1"},
-        flavour="cu12",
-        oldest_driver="12.0",
-        model=ModelRecord(hidden=7168, layers=93, block_size=12, leading_dense_layers=1),
-        mailbox=MailboxRecord(capacity=64, slots=(1,)),
-        tables=(),
-        abis={"consumer": CONSUMER_PARAMS},
-        images=(image,),
-        variants=(),
-        producers=(),
-    )
+    model = ModelRecord(hidden=7168, layers=93, block_size=12, leading_dense_layers=1)
+    manifest = make_manifest(name=name, arch=arch, model=model, code={IMAGE: CODE})
     folder.mkdir(parents=True)
     (folder / f"{IMAGE}.cubin").write_bytes(CODE)
     (folder / "manifest.json").write_bytes(dump_manifest(manifest))
@@ -230,8 +180,8 @@ DAMAGES = [
     ),
     Damage(
         name="newer",
-        inflict=lambda bundle: replace_manifest(bundle, schema=4),
-        message="manifest schema 4, but this attnres-aot reads schema 3",
+        inflict=lambda bundle: replace_manifest(bundle, schema=SCHEMA + 1),
+        message=f"manifest schema {SCHEMA + 1}, but this attnres-aot reads schema {SCHEMA}",
     ),
     Damage(
         name="nameless",

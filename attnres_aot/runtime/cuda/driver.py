@@ -22,6 +22,8 @@ MIN_DRIVER = DRIVER_RELEASES[MIN_CUDA]
 """The Linux driver release that came with MIN_CUDA."""
 STUB_LIBRARY = 34
 """CUDA_ERROR_STUB_LIBRARY: the answer of the toolkit's library that programs are linked against, to every call."""
+STUB_NAME = "CUDA_ERROR_STUB_LIBRARY"
+"""Its name."""
 STUB_FOUND = "the {name} that was found is the CUDA toolkit's link-time stub"
 """What is the case, where that library is found in place of the driver."""
 STUB_ADVICE = "take the folder of the toolkit's stubs out of LD_LIBRARY_PATH and of the linker's configuration"
@@ -60,6 +62,7 @@ FUNCTIONS = (
 """Every driver function that the loader calls."""
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_NAME_BYTES = 256
 _INVALID_VALUE, _NOT_INITIALIZED = 1, 3
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _FORKED = (
@@ -124,10 +127,8 @@ class Driver:
 
     def error(self, status: int, what: str) -> DriverError:
         """Returns the error for a failed driver call."""
-        name, text = ctypes.c_char_p(), ctypes.c_char_p()
-        self.lib.cuGetErrorName(status, ctypes.byref(name))
+        word, text = error_name(self.lib, status), ctypes.c_char_p()
         self.lib.cuGetErrorString(status, ctypes.byref(text))
-        word = (name.value or b"CUresult %d" % status).decode("ascii", "replace")
         explained = f" ({text.value.decode('ascii', 'replace')})" if text.value else ""
         advice = _ADVICE.get(status, "run `attnres-aot doctor` for the state of this machine")
         return DriverError(f"the CUDA driver refused to {what}: {word}{explained}; {advice}")
@@ -264,26 +265,73 @@ def _mark_forked() -> None:
         _process.forked = True
 
 
+def open_library(name: str) -> Any:
+    """Opens a shared library by name; raises OSError."""
+    return ctypes.CDLL(name)
+
+
+def missing_functions(lib: Any) -> tuple[str, ...]:
+    """Returns those of FUNCTIONS that an opened library lacks."""
+    return tuple([function for function in FUNCTIONS if not hasattr(lib, function)])
+
+
+def served_cuda(lib: Any) -> Cuda | None:
+    """Returns the CUDA version that an opened library serves; None for the toolkit's stub, which may leave it out."""
+    version = ctypes.c_int()
+    status = lib.cuDriverGetVersion(ctypes.byref(version)) if hasattr(lib, "cuDriverGetVersion") else STUB_LIBRARY
+    return None if status == STUB_LIBRARY or not version.value else (version.value // 1000, version.value % 1000 // 10)
+
+
+def error_name(lib: Any, status: int) -> str:
+    """Returns the driver's name for a status, as far as the library knows it; a stub does not even know its own."""
+    name = ctypes.c_char_p()
+    if status == STUB_LIBRARY:
+        return STUB_NAME
+    if hasattr(lib, "cuGetErrorName"):
+        lib.cuGetErrorName(status, ctypes.byref(name))
+    return (name.value or b"CUDA error %d" % status).decode("ascii", "replace")
+
+
+def start_and_list(lib: Any) -> tuple[int, list[tuple[str, tuple[int, int]]]]:
+    """Initialises an opened library; creates no context.
+
+    Returns:
+      The first failing status (or 0), and the name and compute capability of each device listed until then.
+    """
+    count, found = ctypes.c_int(), []
+    status: int = lib.cuInit(0) or lib.cuDeviceGetCount(ctypes.byref(count))
+    for ordinal in range(0 if status else count.value):
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        status = (
+            lib.cuDeviceGet(ctypes.byref(device), ordinal)
+            or lib.cuDeviceGetName(name, _NAME_BYTES, device)
+            or lib.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+            or lib.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
+        )
+        if status:
+            break
+        found.append((name.value.decode("utf-8", "replace"), (major.value, minor.value)))
+    return status, found
+
+
 def _open(name: str) -> Driver:
     try:
-        lib = ctypes.CDLL(name)
+        lib = open_library(name)
     except OSError as error:
         raise DriverError(
             f"no CUDA driver: {name} cannot be loaded ({error}); install the NVIDIA driver, or start the container "
             "with access to the GPU (--gpus)"
         ) from error
-    version = ctypes.c_int()
-    status = lib.cuDriverGetVersion(ctypes.byref(version)) if hasattr(lib, "cuDriverGetVersion") else STUB_LIBRARY
-    if status == STUB_LIBRARY or not version.value:
+    found = served_cuda(lib)
+    if found is None:
         raise DriverError(f"no CUDA driver: {STUB_FOUND.format(name=name)}; {STUB_ADVICE}")
-    found = (version.value // 1000, version.value % 1000 // 10)
     if found < MIN_CUDA:
         raise DriverError(
             f"the CUDA driver is too old: it serves CUDA {found[0]}.{found[1]}, but launching needs "
             f"{MIN_CUDA[0]}.{MIN_CUDA[1]} or newer; install driver {MIN_DRIVER} or later"
         )
-    missing = [function for function in FUNCTIONS if not hasattr(lib, function)]
-    if missing:
+    if missing := missing_functions(lib):
         raise DriverError(
             f"{name} lacks {', '.join(missing)}, though it claims CUDA {found[0]}.{found[1]}: it is not the NVIDIA "
             f"driver's own library; install driver {MIN_DRIVER} or later"

@@ -101,14 +101,22 @@ class LoadedBundle:
         """
         return self.load_image(_chosen(self.record(variant).choices, rows))
 
-    def launchable(self, variant: Variant, rows: int) -> LoadedKernel:
-        """Returns the kernel that serves `rows` rows of a variant. Loads nothing: binding has put it on the device.
+    def launchable(self, asked: Variant | Producer, rows: int) -> LoadedKernel:
+        """Returns the kernel that serves `rows` rows. Loads nothing: making or binding has put it on the device.
 
         Raises:
-          VariantMissError: the bundle does not hold the variant.
+          VariantMissError: the bundle does not hold the variant, or the producer.
           DriverError: it is not on the device.
         """
-        return self._find(_chosen(self.record(variant).choices, rows), variant)
+        held = self.record(asked) if isinstance(asked, Variant) else self.producer_record(asked)
+        name = _chosen(held.choices, rows)
+        found = self._kernels.get(name)
+        if found is None:
+            raise DriverError(
+                f"image {name!r} of {self.bundle.path}, which {asked} needs, is not on {self.device.device}, and a "
+                "launch loads nothing; make the object that launches it anew, or call attnres_aot.preload()"
+            )
+        return found
 
     def load_variants(
         self, key: ConsumerKey, *, slots: Iterable[int], aux: Iterable[bool], stats: Iterable[bool]
@@ -149,29 +157,21 @@ class LoadedBundle:
             raise producer_miss(self.bundle, producer)
         return found
 
-    def launchable_producer(self, producer: Producer, rows: int) -> LoadedKernel:
-        """Returns the kernel that serves `rows` rows of a producer; loads nothing and raises as `launchable` does."""
-        return self._find(_chosen(self.producer_record(producer).choices, rows), producer)
-
     def load_producer(self, producer: Producer) -> None:
         """Puts on the device all code of a producer, for every row count; raises as `load_variants` does."""
         for choice in self.producer_record(producer).choices:
             self.load_image(choice.image)
 
     def load_image(self, name: str) -> LoadedKernel:
-        """Puts one image on the device, or returns it if it is there already."""
+        """Puts one image on the device, or returns it if it is there already.
+
+        Raises:
+          BundleError: it is damaged, or not what the manifest says.
+          DriverError: the driver refused, or this process was forked.
+        """
         found = self._kernels.get(name)
         if found is None:
             found = self._kernels[name] = load_kernel(self.bundle, self._images[name], self.device)
-        return found
-
-    def _find(self, name: str, what: Variant | Producer) -> LoadedKernel:
-        found = self._kernels.get(name)
-        if found is None:
-            raise DriverError(
-                f"image {name!r} of {self.bundle.path}, which {what} needs, is not on {self.device.device}, and a "
-                "launch loads nothing; make the object that launches it anew, or call attnres_aot.preload()"
-            )
         return found
 
     def preload(self, *, tp: int | None = None, dcp: int | None = None) -> int:
@@ -188,6 +188,8 @@ class LoadedBundle:
 
         Raises:
           UsageError: the bundle does not serve that deployment.
+          BundleError: an image is damaged, or not what the manifest says.
+          DriverError: the driver refused, or this process was forked.
         """
         wanted = [
             (table.tp, table.dcp)

@@ -86,6 +86,22 @@ class Handles(Generic[Kind]):
         return _handle(int.from_bytes(digest[:8], "little"), named=True)
 
 
+CONSUMERS, STATISTICS, PUBLISHERS = "PreparedAttnRes", "PreparedStatistics", "PreparedPublish"
+"""What handles stand for: the classes of prepared objects."""
+handles: dict[str, Handles[Any]] = {kind: Handles(kind) for kind in (CONSUMERS, STATISTICS, PUBLISHERS)}
+"""Every prepared object that is alive, by kind."""
+
+
+def _forget_all_plans() -> None:
+    """Makes every launch in a forked child look for its plan again, which is refused there."""
+    for kind in handles.values():
+        for prepared in kind.alive():
+            prepared.forget_plans()
+
+
+os.register_at_fork(after_in_child=_forget_all_plans)
+
+
 def handle_tensor(handle: int) -> torch.Tensor:
     """Returns a tensor [handle, 0] whose first size a compiled graph takes as an input.
 

@@ -1,15 +1,20 @@
-"""The custom operators of namespace `attnres_aot`, by which compiled graphs launch consumers.
+"""The custom operators of namespace `attnres_aot`, by which compiled graphs launch consumers and producers.
 
     run(SymInt handle, Tensor delta, Tensor prefix!, Tensor blocks, Tensor out!, Tensor? aux!,
         Tensor? mixture, Tensor? scal)
     run_ring(SymInt handle, Tensor prefix!, Tensor blocks, Tensor out!, Tensor? aux!,
         Tensor? mixture, Tensor? scal, Tensor? after)
 
-and `run_write`, `run_ring_write`, which also write into `blocks`. `handle` names a PreparedAttnRes that is alive.
+and `run_write`, `run_ring_write`, which also write into `blocks`. Producers have
+
+    statistics(SymInt handle, Tensor blocks, Tensor mixture!, Tensor scal!)
+    publish(SymInt handle, Tensor rows, Tensor token!)
+
+`handle` names a prepared object that is alive.
 Statistics are arguments so that a compiler keeps them behind what computes them; a compiler may pass copies. A mailbox
 must never be copied, as other GPUs write to it, so it is no argument: `after` is any tensor that comes from whatever
-publishes into it, and keeps the order. `PreparedAttnRes.run` and `run_ring` call these by themselves where
-torch.compile traces them.
+publishes into it, such as a publisher's `token`, and keeps the order. A publisher writes its token in name only, which
+keeps the launch in the graph. Prepared objects call these by themselves where torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from attnres_aot.errors import OperandError
-from attnres_aot.runtime.graphs.handles import Handles
+from attnres_aot.runtime.graphs.handles import CONSUMERS, PUBLISHERS, STATISTICS, handles
 from attnres_aot.runtime.graphs.tracing import check_bound_tensors_can_be_traced, exporting
 
 if TYPE_CHECKING:
@@ -48,10 +53,6 @@ class Launches(Protocol):
 
     def forget_plans(self) -> None:
         """Makes every launch look for its plan again."""
-
-
-consumers: Handles[Launches] = Handles("PreparedAttnRes")
-"""Every PreparedAttnRes that is alive."""
 
 
 def compile_run(prepared: Launches, operands: Tensors) -> None:
@@ -99,6 +100,38 @@ def dispatch_run_ring(prepared: Launches, operands: Tensors, after: torch.Tensor
     operator(prepared.handle, *operands, *_traced_statistics(prepared, operands), after)
 
 
+def compile_statistics(prepared: Any, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    """Puts a launch of the statistics producer into the graph that Dynamo is tracing."""
+    if exporting():
+        raise RuntimeError("a statistics producer cannot be exported: the program would write into copies")
+    torch.ops.attnres_aot.statistics(prepared.handle_tensor.size(0), blocks, mixture, scal)
+
+
+def compile_publish(prepared: Any, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Puts a launch of the publisher into the graph that Dynamo is tracing; returns its token."""
+    if exporting():
+        return dispatch_publish(prepared, rows)
+    torch.ops.attnres_aot.publish(prepared.handle_tensor.size(0), rows, token)
+    return token
+
+
+def dispatch_statistics(prepared: Any, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    """Calls the operator, for tracers and modes that see operators only.
+
+    Raises:
+      UsageError: a graph would write into copies of what is bound.
+    """
+    if check_bound_tensors_can_be_traced(f"a launch of {prepared!r}", (blocks,)):
+        torch.ops.attnres_aot.statistics(prepared.handle, blocks, mixture, scal)
+
+
+def dispatch_publish(prepared: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Calls the operator, likewise; returns a token made for this launch."""
+    token = rows.new_empty((1,), dtype=torch.int8)
+    torch.ops.attnres_aot.publish(prepared.handle, rows, token)
+    return token
+
+
 def _exported_statistics(prepared: Launches) -> tuple[None, None]:
     if prepared.statistics[0] is not None:
         raise RuntimeError("a consumer with bound statistics cannot be exported: the program would hold a copy of them")
@@ -122,7 +155,7 @@ def _run(
     mixture: torch.Tensor | None,
     scal: torch.Tensor | None,
 ) -> None:
-    prepared = _with_statistics(consumers.find(handle), mixture, scal)
+    prepared = _with_statistics(handles[CONSUMERS].find(handle), mixture, scal)
     prepared.launch((delta, prefix, blocks, out), aux, ring=False)
 
 
@@ -136,8 +169,17 @@ def _run_ring(
     scal: torch.Tensor | None,
     after: torch.Tensor | None,  # noqa: ARG001 - only orders
 ) -> None:
-    prepared = _with_statistics(consumers.find(handle), mixture, scal)
+    prepared = _with_statistics(handles[CONSUMERS].find(handle), mixture, scal)
     prepared.launch((prefix, blocks, out), aux, ring=True)
+
+
+def _statistics(handle: int, blocks: torch.Tensor, mixture: torch.Tensor, scal: torch.Tensor) -> None:
+    handles[STATISTICS].find(handle).with_outputs(mixture, scal).launch(blocks)
+
+
+def _publish(handle: int, rows: torch.Tensor, token: torch.Tensor) -> None:
+    del token  # only orders
+    handles[PUBLISHERS].find(handle).launch(rows)
 
 
 def _with_statistics(prepared: Launches, mixture: torch.Tensor | None, scal: torch.Tensor | None) -> Launches:
@@ -173,3 +215,5 @@ for _suffix, _blocks in (("", "Tensor"), ("_write", "Tensor(c!)")):
     _operands = f"Tensor(b!) prefix, {_blocks} blocks, Tensor(d!) out, Tensor(e!)? aux, Tensor? mixture, Tensor? scal"
     _define(f"run{_suffix}", f"Tensor delta, {_operands}", _run)
     _define(f"run_ring{_suffix}", f"{_operands}, Tensor? after", _run_ring)
+_define("statistics", "Tensor blocks, Tensor(a!) mixture, Tensor(b!) scal", _statistics)
+_define("publish", "Tensor rows, Tensor(a!) token", _publish)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from attnres_aot.runtime.launch.pdl import EARLY, Pdl
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS, Expected, View, vector_problems
 from attnres_aot.runtime.operands.integers import whole
 from attnres_aot.runtime.operands.mailbox import mailbox_problems
-from attnres_aot.runtime.operands.memory import check_bound_memory, overlap_problems
+from attnres_aot.runtime.operands.memory import overlap_problems
 from attnres_aot.runtime.operands.overlap import SOURCE, Fixed
 from attnres_aot.runtime.operands.weights import WEIGHT_NAMES, AttnResWeights
 from attnres_aot.spec.variants import ConsumerKey, Variant
@@ -59,7 +59,7 @@ class Statistics:
 
 @record(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Binding:
-    """Everything that launches of a route have in common."""
+    """Everything that launches of one of a consumer's routes have in common: its `Bound`."""
 
     bundle: LoadedBundle
     """Where code comes from."""
@@ -95,7 +95,7 @@ class Binding:
             bound += [("mixture", self.statistics.mixture), ("scal", self.statistics.scal)]
         return bound
 
-    def variant(self, rows: int) -> Variant:
+    def asked(self, rows: int) -> Variant:
         """Returns the variant that serves `rows` rows."""
         stats = self.statistics is not None and rows in self.statistics.rows
         return Variant(key=self.key, slots=self.ring.slots if self.ring else 0, aux=self.aux, stats=stats)
@@ -117,6 +117,101 @@ class Binding:
             Expected(name="out", writes=(0,)),
             *((Expected(name="aux", writes=(0,)),) if self.aux else ()),
         )
+
+    def plan_in(
+        self, table: Any, give: Callable[[torch.Tensor], Any], constants: Mapping[str, int | float], /
+    ) -> Callable[..., Any]:
+        """Returns what plans launches in a library, to which everything that is bound here is given."""
+        key = (self.key.nb, self.key.has_delta, self.key.write, self.key.final)
+        consumer = table.prepare_consumer(*map(give, self.weights), *key, *self.eps, self.pdl, self.checks)
+        if self.ring is not None:
+            fault, tag = constants.get("fault", 0), constants.get("fault_tag", 0)
+            consumer.bind_ring(give(self.ring.mailbox), self.ring.spin_budget, fault, tag)
+        elif self.mailbox is not None:
+            consumer.bind_ring(give(self.mailbox))
+        if self.aux:
+            consumer.bind_aux()
+        if self.statistics is not None:
+            bound = self.statistics
+            consumer.bind_statistics(give(bound.mixture), give(bound.scal), sorted(bound.rows))
+        plan: Callable[..., Any] = consumer.plan_run if self.ring is None else consumer.plan_run_ring
+        return plan
+
+    def check_room(self, rows: int) -> None:
+        """Raises OperandError where the mailbox has no room for that many rows."""
+        if self.ring is not None and rows > self.ring.capacity:
+            raise OperandError(
+                f"out has {rows} rows, but the bound mailbox holds {self.ring.capacity} per slot; "
+                "use an ordinary source for this many rows, or bind a larger mailbox"
+            )
+
+    def check_in_place(self) -> None:
+        """Raises OperandError where the mailbox has moved. Weights and statistics may, with their storages."""
+        if self.ring is not None:
+            check_unmoved(self.ring.mailbox, self.ring.address)
+
+    def constants(self, views: tuple[View, ...], asked: Variant) -> dict[str, int | float]:
+        """Returns the arguments of every launch with this geometry, by parameter name."""
+        by_name = {view.expected.name: view for view in views}
+        key, weights, ring, statistics = self.key, self.weights, self.ring, self.statistics
+        row_vectors = self.bundle.hidden // VECTOR_ELEMS
+        values: dict[str, int | float] = {
+            "norm": weights.norm.data_ptr(),
+            "query": weights.query.data_ptr(),
+            "out_norm": weights.out_norm.data_ptr(),
+            "prefix_row_stride": by_name["prefix"].row_stride // VECTOR_ELEMS,
+            "blocks_row_stride": by_name["blocks"].row_stride // VECTOR_ELEMS,
+            "blocks_block_stride": by_name["blocks"].block_stride // VECTOR_ELEMS,
+            "out_row_stride": by_name["out"].row_stride // VECTOR_ELEMS,
+            "write": -1 if key.write is None else key.write,
+            "rows": by_name["out"].rows,
+            "eps": self.eps[0],
+            "out_eps": self.eps[1],
+        }
+        if ring is not None:
+            values["early"] = int(self.pdl == EARLY)
+            values["source"] = ring.address
+            values["source_row_stride"] = row_vectors
+            values["source_slot_stride"] = ring.capacity * row_vectors
+            if self.owner is not None:
+                values |= self._spin_arguments(ring, self.owner, asked)
+        else:
+            values["source_row_stride"] = by_name[SOURCE].row_stride // VECTOR_ELEMS
+        if self.aux:
+            values["aux_row_stride"] = by_name["aux"].row_stride // VECTOR_ELEMS
+        if asked.stats and statistics is not None:
+            values["mixture"] = statistics.mixture.data_ptr()
+            values["scal"] = statistics.scal.data_ptr()
+        return values
+
+    def _spin_arguments(self, ring: Ring, owner: Owner, variant: Variant) -> dict[str, int]:
+        """Returns the arguments that bound a launch's waiting and name it if it gives up."""
+        manifest = self.bundle.bundle.manifest
+        kind = LaunchKind(
+            variant=variant, bundle=f"{manifest.name}-{manifest.arch.requested}", spin_budget=ring.spin_budget
+        )
+        return {"spin_budget": ring.spin_budget, **fault_arguments(kind, owner, self.bundle.device.ordinal)}
+
+    def fixed(self, _views: tuple[View, ...], /) -> list[Fixed]:
+        """Returns bound memory that operands must not touch, as far as one of the two is written.
+
+        Launches of another route or row count may take what these do not, so what they write must not lie there either.
+        """
+        bound = list(zip(WEIGHT_NAMES, self.weights, strict=True))
+        if self.mailbox is not None:
+            bound.append(("the mailbox", self.mailbox))
+        if self.statistics is not None:
+            bound += [("mixture", self.statistics.mixture), ("scal", self.statistics.scal)]
+        return [
+            Fixed(
+                name=name,
+                address=tensor.data_ptr(),
+                size=tensor.nbytes,
+                written=self.ring is not None and tensor is self.ring.mailbox,
+            )
+            for name, tensor in bound
+            if tensor.numel() and tensor.data_ptr()
+        ]
 
 
 def make_ring(mailbox: torch.Tensor, spin_budget: Any, hidden: int) -> Ring:
@@ -176,90 +271,14 @@ def check_apart(weights: AttnResWeights, ring: Ring | None, statistics: Statisti
         raise OperandError("\n".join(problems))
 
 
-def constants(binding: Binding, views: tuple[View, ...], variant: Variant) -> dict[str, int | float]:
-    """Returns the arguments of every launch with this geometry, by parameter name."""
-    by_name = {view.expected.name: view for view in views}
-    key, weights, ring, statistics = binding.key, binding.weights, binding.ring, binding.statistics
-    row_vectors = binding.bundle.hidden // VECTOR_ELEMS
-    values: dict[str, int | float] = {
-        "norm": weights.norm.data_ptr(),
-        "query": weights.query.data_ptr(),
-        "out_norm": weights.out_norm.data_ptr(),
-        "prefix_row_stride": by_name["prefix"].row_stride // VECTOR_ELEMS,
-        "blocks_row_stride": by_name["blocks"].row_stride // VECTOR_ELEMS,
-        "blocks_block_stride": by_name["blocks"].block_stride // VECTOR_ELEMS,
-        "out_row_stride": by_name["out"].row_stride // VECTOR_ELEMS,
-        "write": -1 if key.write is None else key.write,
-        "rows": by_name["out"].rows,
-        "eps": binding.eps[0],
-        "out_eps": binding.eps[1],
-    }
-    if ring is not None:
-        values["early"] = int(binding.pdl == EARLY)
-        values["source"] = ring.address
-        values["source_row_stride"] = row_vectors
-        values["source_slot_stride"] = ring.capacity * row_vectors
-        if binding.owner is not None:
-            values |= _spin_arguments(binding, ring, binding.owner, variant)
-    else:
-        values["source_row_stride"] = by_name[SOURCE].row_stride // VECTOR_ELEMS
-    if binding.aux:
-        values["aux_row_stride"] = by_name["aux"].row_stride // VECTOR_ELEMS
-    if variant.stats and statistics is not None:
-        values["mixture"] = statistics.mixture.data_ptr()
-        values["scal"] = statistics.scal.data_ptr()
-    return values
-
-
-def _spin_arguments(binding: Binding, ring: Ring, owner: Owner, variant: Variant) -> dict[str, int]:
-    """Returns the arguments that bound a launch's waiting and name it if it gives up."""
-    manifest = binding.bundle.bundle.manifest
-    kind = LaunchKind(
-        variant=variant, bundle=f"{manifest.name}-{manifest.arch.requested}", spin_budget=ring.spin_budget
-    )
-    return {"spin_budget": ring.spin_budget, **fault_arguments(kind, owner, binding.bundle.device.ordinal)}
-
-
-def check_still_there(binding: Binding, variant: Variant) -> None:
-    """Checks the memory of bound tensors before a plan takes their addresses.
-
-    Weights and statistics may have moved with their storages. A mailbox must not, as its publishers know its address.
+def check_unmoved(mailbox: torch.Tensor, before: int) -> None:
+    """Checks that a bound mailbox is where it was, as its publishers know its address.
 
     Raises:
-      OperandError: memory is gone, or the mailbox has moved.
+      OperandError: it has moved.
     """
-    check_bound_memory(binding.bound(variant))
-    ring = binding.ring
-    if ring is not None and ring.mailbox.data_ptr() != ring.address:
-        raise OperandError(moved_mailbox(ring.address, ring.mailbox.data_ptr()))
-
-
-def moved_mailbox(before: int, now: int) -> str:
-    """Says that a bound mailbox has another address."""
-    return (
-        f"the mailbox was at {before:#x} when it was bound, and is at {now:#x} now, where nothing publishes and "
-        "nothing is armed; arm it and bind it again, here and at its publishers"
-    )
-
-
-def fixed_memory(binding: Binding, variant: Variant) -> list[Fixed]:
-    """Returns bound memory that operands must not touch, as far as one of the two is written.
-
-    Launches of another route or row count may take what these do not, so what they write must not lie there either.
-    """
-    bound = dict(binding.bound(variant))
-    if binding.mailbox is not None:
-        bound["the mailbox"] = binding.mailbox
-    if binding.statistics is not None:
-        bound |= {"mixture": binding.statistics.mixture, "scal": binding.statistics.scal}
-    places = [(name, tensor, tensor.data_ptr()) for name, tensor in bound.items()]
-    return [
-        Fixed(
-            name=name,
-            address=address,
-            size=tensor.numel() * tensor.element_size(),
-            written=binding.ring is not None and tensor is binding.ring.mailbox,
+    if (now := mailbox.data_ptr()) != before:
+        raise OperandError(
+            f"the mailbox was at {before:#x} when it was bound, and is at {now:#x} now, where nothing publishes and "
+            "nothing is armed; arm it and bind it again, here and at its publishers"
         )
-        for name, tensor, address in places
-        if address and tensor.numel()
-    ]

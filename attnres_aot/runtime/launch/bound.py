@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnres_aot.errors import OperandError
+from attnres_aot.runtime.cuda.device import check_device
 from attnres_aot.runtime.cuda.fault import Owner, open_record
 from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.find.miss import variant_miss
+from attnres_aot.runtime.graphs.handles import CONSUMERS
 from attnres_aot.runtime.launch.binding import Binding, Ring, Statistics, check_apart, make_ring, make_statistics
 from attnres_aot.runtime.launch.copies import BoundToMemory
 from attnres_aot.runtime.launch.pdl import Pdl, check_pdl
@@ -46,14 +47,9 @@ class BoundConsumer(BoundToMemory):
         "_ring_aux",
         "_statistics",
         "_weights",
-        "handle",
-        "handle_tensor",
-        "name",
         "writes_block",
     )
-    handle: int
-    handle_tensor: torch.Tensor
-    name: str | None
+    _kind = CONSUMERS
 
     def __init__(
         self,
@@ -69,7 +65,7 @@ class BoundConsumer(BoundToMemory):
         """Checks and keeps what `PreparedAttnRes` was given; arguments and errors are described there."""
         self._bundle, self._key, self._fallback = bundle, consumer_key(key), fallback
         self._weights = check_weights(weights, bundle.hidden)
-        self._check_device("weights", self._weights.norm)
+        check_device("weights", self._weights.norm, bundle.device)
         self._eps = check_eps(eps)
         self._pdl, self._checks = check_pdl(pdl), checks
         self.writes_block = self._key.write is not None
@@ -120,7 +116,7 @@ class BoundConsumer(BoundToMemory):
 
     @property
     def checks(self) -> bool:
-        """Whether addresses of operands are checked; may be set at any time."""
+        """Whether operands and bound memory are checked (see the constructor); may be set at any time."""
         return self._checks
 
     @checks.setter
@@ -146,7 +142,7 @@ class BoundConsumer(BoundToMemory):
           DriverError: the driver refused code, or the memory for a fault record, which a spin budget needs.
         """
         ring = make_ring(mailbox, spin_budget, self._bundle.hidden)
-        self._check_device("mailbox", mailbox)
+        check_device("mailbox", mailbox, self._bundle.device)
         check_apart(self._weights, ring, self._statistics)
         self._require(Variant(key=self._key, slots=ring.slots, aux=aux) for aux in (False, True))
         self._load(ring=ring)
@@ -195,8 +191,8 @@ class BoundConsumer(BoundToMemory):
           DriverError: the driver refused code.
         """
         statistics = make_statistics(mixture, scal, rows, self._bundle.hidden)
-        self._check_device("mixture", mixture)
-        self._check_device("scal", scal)
+        check_device("mixture", mixture, self._bundle.device)
+        check_device("scal", scal, self._bundle.device)
         check_apart(self._weights, self._mailbox, statistics)
         slots = (0, *self._bundle.bundle.manifest.mailbox.slots)
         self._require(Variant(key=self._key, slots=n, aux=aux, stats=True) for n in slots for aux in (False, True))
@@ -269,11 +265,6 @@ class BoundConsumer(BoundToMemory):
             asked = asked or variant
         if asked is not None:
             raise variant_miss(self._bundle.bundle, asked)
-
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        device = self._bundle.device
-        if tensor.get_device() != device.tensor_index or tensor.device.type != device.device.type:
-            raise OperandError(f"{name}: on {tensor.device}, but the bundle was loaded for {device.device}")
 
     def forget_plans(self) -> None:
         """Makes every launch look for its plan again."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
 
 from attnres_aot.errors import UsageError
+from attnres_aot.runtime.graphs.handles import handle_tensor, handles
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,7 +24,17 @@ class BoundToMemory:
     the objects that they look at. What it is given then has the attributes that guards read, and nothing to launch.
     """
 
-    __slots__ = ()
+    __slots__ = ("handle", "handle_tensor", "name")
+    _kind: ClassVar[str]
+    handle: int
+    handle_tensor: torch.Tensor
+    name: str | None
+
+    def _take_handle(self, name: str | None) -> None:
+        """Gives the object, which is complete, its handle."""
+        self.name = name
+        self.handle = handles[self._kind].register(self, name)
+        self.handle_tensor = handle_tensor(self.handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         kind = type(self).__name__

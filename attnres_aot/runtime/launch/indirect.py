@@ -85,7 +85,7 @@ class LaunchingConsumer(BoundConsumer):
         prefix, blocks, out, *rest = operands
         self._fallback(
             Missed(
-                variant=binding.variant(out.shape[0]),
+                variant=binding.asked(out.shape[0]),
                 weights=self._weights,
                 eps=self._eps,
                 source=source,

@@ -30,7 +30,8 @@ def new_mailbox(slots: int, capacity: int, hidden: int, device: torch.device | s
       A contiguous bf16 tensor [slots, capacity, hidden].
 
     Raises:
-      OperandError: a size is no whole number that a mailbox can have.
+      OperandError: a size is no whole number that a mailbox can have, or a slot is too large for a kernel's strides.
+      RuntimeError: torch has no such device, or no memory for it (`torch.cuda.OutOfMemoryError`).
     """
     sizes = {"slots": whole(slots), "capacity": whole(capacity), "hidden": whole(hidden)}
     shape = tuple([size for size in sizes.values() if size is not None and size > 0])

@@ -65,9 +65,7 @@ def check_weights(weights: Sequence[Any], hidden: int) -> AttnResWeights:
     problems = []
     kept: list[Any] = []
     for name, tensor in zip(WEIGHT_NAMES, given, strict=True):
-        vector = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-        if len(kept) == 1 and isinstance(vector, torch.Tensor) and vector.shape == (1, hidden):
-            vector = vector[0]
+        vector = as_vector(tensor, hidden if len(kept) == 1 else None)
         problems += vector_problems(name, vector, (hidden,), torch.bfloat16)
         kept.append(vector)
     if not problems and len({tensor.device for tensor in kept}) > 1:
@@ -75,6 +73,13 @@ def check_weights(weights: Sequence[Any], hidden: int) -> AttnResWeights:
     if problems:
         raise OperandError("\n".join(problems))
     return AttnResWeights(*kept)
+
+
+def as_vector(tensor: Any, hidden: int | None = None) -> Any:
+    """Returns a weight on memory that stays alive even if a parameter's data is replaced; [1, hidden] as [hidden]."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.detach()[0] if tensor.shape == (1, hidden) else tensor.detach()
 
 
 def first_device(tensors: Any) -> torch.device | None:

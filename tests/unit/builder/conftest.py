@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import attnres_aot.plan.plan
-from attnres_aot.binary.prove import ImageFacts
 from attnres_aot.builder import assemble
 from attnres_aot.builder.builder import BuildRequest, build
 from attnres_aot.builder.keys import BuildFacts
@@ -49,10 +48,6 @@ FOLDER = Path(__file__).parent
 @dataclass
 class Compiled:
     cubin: bytes
-    block_threads: int = 128
-    smem_dynamic_bytes: int = 0
-    rows_per_cluster: int = 1
-    pdl: bool = True
     seconds: float = 0.25
 
 def behaviour(name):
@@ -83,7 +78,8 @@ def driver():
         return str(error)
 
 def launch_constants(spec):
-    return {"cluster": spec.cluster, "threads": 128, "vectors": 1, "rows_per_cluster": 1}
+    return {"cluster": spec.cluster, "threads": 128, "vectors": 1, "rows_per_cluster": 1, "smem_dynamic_bytes": 0,
+            "pdl": True}
 
 def do(name):
     what = behaviour(name)
@@ -143,7 +139,11 @@ class FakeCompiler:
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch) -> FakeCompiler:
-    folder = tmp_path / "compiler"
+    return _install_compiler(tmp_path, monkeypatch)
+
+
+def _install_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    folder = folder / "compiler"
     folder.mkdir()
     (folder / "fake_compiler.py").write_text(FAKE_COMPILER)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
@@ -152,32 +152,38 @@ def compiler(tmp_path, monkeypatch) -> FakeCompiler:
     return FakeCompiler(folder)
 
 
+FACTS = BuildFacts(
+    toolchain={"nvidia-cutlass-dsl": "4.8.1"},
+    package_version="1.2.3",
+    sources=dict.fromkeys(KERNEL_PARAMS, "0" * 64),
+    compiler="fake_compiler",
+)
+
+
 @pytest.fixture
 def facts() -> BuildFacts:
-    return BuildFacts(
-        toolchain={"nvidia-cutlass-dsl": "4.8.1"},
-        package_version="1.2.3",
-        sources=dict.fromkeys(KERNEL_PARAMS, "0" * 64),
-        compiler="fake_compiler",
-    )
+    return FACTS
 
 
-def fake_proof(cubin, *, symbol, arch, launch, budget, **_) -> ImageFacts:
-    assert launch.block_threads == 128
+@dataclasses.dataclass(frozen=True)
+class FakeFacts:
+    """What a manifest takes from the facts of a kernel."""
+
+    registers: int = 40
+    stack_bytes: int = 0
+    spill_bytes: int = 0
+    smem_static_bytes: int = 96
+    critical_instructions: int = 7
+
+
+def fake_proof(cubin, *, params, launch, **_) -> FakeFacts:
+    assert launch["threads"] == 128
     name = cubin.decode().split()[2] if cubin.startswith(b"CUBIN") else ""
     kernel = next((kernel for kernel in ("statistics", "publish") if f"-{kernel}" in name), "consumer")
-    assert launch.params == KERNEL_PARAMS[kernel]
+    assert params == KERNEL_PARAMS[kernel]
     if not name:
         raise CompileError("arch: asked sm_90, the binary names none")
-    return ImageFacts(
-        symbol=symbol,
-        proven_arch=arch,
-        registers=40,
-        stack_bytes=0,
-        spill_bytes=0,
-        smem_static_bytes=min(96, budget.smem_bytes),
-        critical_instructions=7,
-    )
+    return FakeFacts()
 
 
 @pytest.fixture
@@ -266,6 +272,18 @@ def tiny(tmp_path, compiler, trusting, facts) -> Callable[..., BuildReport]:
         return build(_request(changes.pop("out", tmp_path / "out"), **changes), used, progress)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def built_once(tmp_path_factory) -> Path:
+    """The tiny bundle, built once for all tests that only need one; to be copied, not changed."""
+    folder = tmp_path_factory.mktemp("once")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attnres_aot.plan.plan, "choices_for", one_choice)
+        patch.setattr(assemble, "prove_image", fake_proof)
+        _install_compiler(folder, patch)
+        assert build(_request(folder / "out"), FACTS, Recorder()).done
+    return folder / "out" / "tiny-sm_90"
 
 
 @pytest.fixture

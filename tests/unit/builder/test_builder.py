@@ -134,9 +134,9 @@ DAMAGES = [
     Damage("edited-threads", lambda path: _edit(path, '"block_threads": 128', '"block_threads": 64'), 5),
     Damage("edited-registers", lambda path: _edit(path, '"registers": 40', '"registers": 41'), 5),
     Damage("edited-table", lambda path: _edit(path, '"capacity": 4', '"capacity": 5'), 5),
-    Damage("reformatted-manifest", lambda path: _edit(path, '"schema": 3', '"schema":  3'), 5),
+    Damage("reformatted-manifest", lambda path: _edit(path, '"schema": ', '"schema":  '), 5),
     Damage("extra-image", lambda path: (path / "extra.cubin").write_bytes(b"x"), 0),
-    Damage("newer-schema", lambda path: _edit(path, '"schema": 3', '"schema": 4'), 5),
+    Damage("newer-schema", lambda path: _edit(path, '"schema": ', '"schema": 9'), 5),
 ]
 
 

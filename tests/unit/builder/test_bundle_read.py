@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from attnres_aot.bundle.folder import read_at_once
-from attnres_aot.bundle.manifest import seal
+from attnres_aot.bundle.manifest import SCHEMA, seal
 from attnres_aot.bundle.reader import image_bytes, read_bundle, read_image
 from attnres_aot.errors import BundleError
 
 
 @pytest.fixture
-def folder(tiny, tmp_path) -> Path:
-    tiny()
-    return tmp_path / "out" / "tiny-sm_90"
+def folder(built_once, tmp_path) -> Path:
+    """A bundle for a test to break."""
+    return shutil.copytree(built_once, tmp_path / "out" / built_once.name)
 
 
 def test_a_sound_bundle_reads(folder):
@@ -50,7 +50,9 @@ class Edit:
 
 
 EDITS = [
-    Edit("schema", ("schema",), 99, "manifest schema 99, but this attnres-aot reads schema 3; rebuild the bundle"),
+    Edit(
+        "schema", ("schema",), 99, f"manifest schema 99, but this attnres-aot reads schema {SCHEMA}; rebuild the bundle"
+    ),
     Edit("bundle-name", ("name",), "../tiny", "name: '../tiny' is not a safe file name"),
     Edit("arch", ("arch", "proven"), "sm_xx", "arch.proven: 'sm_xx' is not a GPU architecture name"),
     Edit("escape", ("images", 0, "file"), "../secret.cubin", "file '../secret.cubin' is not a safe file name"),

@@ -21,9 +21,8 @@ from attnres_aot.errors import BundleError
 
 
 @pytest.fixture
-def template(tiny, tmp_path) -> Manifest:
-    tiny(out=tmp_path / "template")
-    return read_bundle(tmp_path / "template" / "tiny-sm_90").manifest
+def template(built_once) -> Manifest:
+    return read_bundle(built_once).manifest
 
 
 @pytest.fixture

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from attnres_aot.builder import keys
 from attnres_aot.builder.keys import BuildFacts, build_key, gather_facts, wanted_images
-from attnres_aot.builder.sources import PACKAGE, combined_digest, source_files, sources_digests
+from attnres_aot.builder.sources import (
+    COMPILING,
+    MANIFEST,
+    PACKAGE,
+    RULES,
+    combined_digest,
+    source_files,
+    sources_digests,
+)
 from attnres_aot.builder.toolchain import toolchain_versions
 from attnres_aot.errors import CompileError
 from attnres_aot.plan.plan import plan
 from attnres_aot.spec.arch import Arch
-from attnres_aot.spec.params import KERNEL_PARAMS
+from attnres_aot.spec.params import CONSUMER_PARAMS, KERNEL_PARAMS
 from attnres_aot.spec.variants import ConsumerSpec, PublishSpec, StatisticsSpec
 
 SPEC = ConsumerSpec(hidden=7168, nb=3, has_delta=True, final=False, slots=8)
@@ -29,7 +39,6 @@ BASE: dict[str, Any] = {
     "launch": {"threads": 128},
     "arch": Arch(10, 0),
     "facts": FACTS,
-    "schema": 1,
 }
 
 
@@ -57,13 +66,22 @@ CHANGES = [
     Change("flavour", "facts", dataclasses.replace(FACTS, flavour="cu13")),
     Change("sources", "facts", dataclasses.replace(FACTS, sources={"consumer": "b" * 64})),
     Change("compiler", "facts", dataclasses.replace(FACTS, compiler="other")),
-    Change("schema", "schema", 2),
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_what_decides_the_bytes_changes_the_key(change):
     assert build_key(**BASE) != build_key(**{**BASE, change.argument: change.value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kernel_symbol", lambda image: f"other_{image}"), ("KERNEL_PARAMS", {"consumer": CONSUMER_PARAMS[:-1]})],
+)
+def test_the_symbol_and_the_parameters_change_the_key(name, value, monkeypatch):
+    before = build_key(**BASE)
+    monkeypatch.setattr(keys, name, value)
+    assert build_key(**BASE) != before
 
 
 def test_every_field_of_a_spec_has_a_case_above():
@@ -91,61 +109,87 @@ def test_images_of_a_plan_have_names_and_distinct_keys(tiny_config):
 @pytest.fixture
 def package(tmp_path):
     copy = tmp_path / "elsewhere" / "attnres_aot"
-    for path in {path for kernel in KERNEL_PARAMS for path in source_files(kernel)}:
-        (copy / path.relative_to(PACKAGE)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy / path.relative_to(PACKAGE))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
 
 @pytest.mark.parametrize("kernel", KERNEL_PARAMS)
-def test_the_sources_of_a_kernel_are_its_device_code_and_what_compiles_it(kernel):
+def test_the_sources_of_a_kernel_are_its_device_code(kernel):
     names = {path.relative_to(PACKAGE).as_posix() for path in source_files(kernel)}
-    assert {
-        "kernels/compile.py",
-        "spec/params.py",
-        "spec/variants.py",
-        f"kernels/{kernel}.py",
-        "kernels/ptx.py",
-    } <= names
-    assert not any(name.startswith(("build/", "cli/", "runtime/")) for name in names)
+    assert {f"kernels/{kernel}.py", "kernels/ptx.py"} <= names
+    assert all(name.startswith("kernels/") for name in names)
     others = {f"kernels/{other}.py" for other in KERNEL_PARAMS if other != kernel}
-    assert names.isdisjoint(others)
+    assert names.isdisjoint({*others, COMPILING})
 
 
 def test_all_device_code_belongs_to_some_kernel():
-    used = {path for kernel in KERNEL_PARAMS for path in source_files(kernel)}
-    assert set((PACKAGE / "kernels").glob("*.py")) <= used | {PACKAGE / "kernels" / "driverless.py"}
+    used = {path.name for kernel in KERNEL_PARAMS for path in source_files(kernel)}
+    host = {"__init__.py", "compile.py", "driverless.py"}
+    assert {path.name for path in (PACKAGE / "kernels").glob("*.py")} == used | host
 
 
 def test_the_digests_do_not_depend_on_where_the_sources_lie(package):
     assert sources_digests(package) == sources_digests()
 
 
+def added(text: str):
+    return lambda source: source + text
+
+
+def changed(old: str, new: str):
+    def change(source: str) -> str:
+        assert source.count(old) >= 1
+        return source.replace(old, new)
+
+    return change
+
+
 @dataclass(frozen=True)
 class Edit:
+    name: str
     file: str
-    kernels: set[str]
+    change: Callable[[str], str]
+    digests: set[str]
 
 
+ALL = {*KERNEL_PARAMS, MANIFEST}
+CONSTANT = added("\n\nMORE = 1\n")
 EDITS = [
-    Edit("kernels/consumer.py", {"consumer"}),
-    Edit("kernels/publish.py", {"publish"}),
-    Edit("kernels/ptx.py", set(KERNEL_PARAMS)),
-    Edit("kernels/compile.py", set(KERNEL_PARAMS)),
-    Edit("spec/params.py", set(KERNEL_PARAMS)),
-    Edit("spec/variants.py", set(KERNEL_PARAMS)),
-    Edit("README", set()),
+    Edit("comment", "kernels/ptx.py", added("\n# words\n"), set()),
+    Edit("docstring", "kernels/consumer.py", added('\n\n"""Words."""\n'), set()),
+    Edit("docstrings", "kernels/compile.py", changed("Compiles the kernel for", "Makes"), set()),
+    Edit("layout", "kernels/consumer.py", changed("\n\n", "\n\n\n"), set()),
+    Edit("message", "kernels/compile.py", changed("the compiler wrote no whole cubin", "no cubin"), set()),
+    Edit("other message", "kernels/compile.py", changed("call prepare_environment first", "prepare"), set()),
+    Edit("messages of rules", "spec/variants.py", changed("is not a variant name", "names none"), set()),
+    Edit("one kernel", "kernels/consumer.py", CONSTANT, {"consumer"}),
+    Edit("another kernel", "kernels/publish.py", CONSTANT, {"publish"}),
+    Edit("device code of all", "kernels/ptx.py", CONSTANT, set(KERNEL_PARAMS)),
+    Edit("device text", "kernels/ptx.py", changed("volatile", "other"), set(KERNEL_PARAMS)),
+    Edit("how it is compiled", COMPILING, changed("--keep-ptx ", ""), ALL),
+    Edit("how an operand is made", COMPILING, changed("assumed_align=16", "assumed_align=8"), ALL),
+    Edit("what the process is", COMPILING, changed('environ["CUDA_VISIBLE_DEVICES"] = ""', "pass"), ALL),
+    Edit("a launch constant, in the key by value", COMPILING, changed("WIDE = (64, 2)", "WIDE = (32, 2)"), {MANIFEST}),
+    *(Edit(file, file, CONSTANT, {MANIFEST}) for file in RULES),
+    Edit("nothing of it", "runtime/api.py", CONSTANT, set()),
 ]
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.file)
-def test_an_edit_changes_the_digests_of_the_kernels_that_it_affects(edit, package):
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.name)
+def test_an_edit_changes_the_digests_that_it_affects_and_no_others(edit, package):
     before = sources_digests(package)
-    with (package / edit.file).open("a") as file:
-        file.write("# changed\n")
+    path = package / edit.file
+    path.write_text(edit.change(path.read_text()))
     after = sources_digests(package)
-    assert {kernel for kernel in KERNEL_PARAMS if before[kernel] != after[kernel]} == edit.kernels
-    assert (combined_digest(before) != combined_digest(after)) == bool(edit.kernels)
+    assert {name for name in before if before[name] != after[name]} == edit.digests
+    assert (combined_digest(before) != combined_digest(after)) == bool(edit.digests)
+
+
+def test_what_a_worker_calls_is_there(package):
+    path = package / COMPILING
+    path.write_text(path.read_text().replace("def compile_image", "def make_image"))
+    with pytest.raises(KeyError, match="compile_image"):
+        sources_digests(package)
 
 
 @pytest.mark.parametrize(

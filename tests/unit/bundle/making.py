@@ -12,7 +12,7 @@ from renaming import rename_kernel
 
 from attnres_aot.builder.assemble import assemble, prove_record
 from attnres_aot.builder.keys import BuildFacts, wanted_images
-from attnres_aot.builder.sources import sources_digests
+from attnres_aot.builder.sources import MANIFEST, sources_digests
 from attnres_aot.bundle.manifest import MANIFEST_NAME, seal
 from attnres_aot.bundle.writer import hold_target, write_bundle
 from attnres_aot.plan.plan import EVERYTHING, Selection, plan
@@ -78,16 +78,16 @@ def make_bundle(
     facts = BuildFacts(
         toolchain={"assembler": "12.9"},
         package_version="0",
-        sources=dict.fromkeys(KERNEL_PARAMS, sources) if sources else sources_digests(),
+        sources=dict.fromkeys([*KERNEL_PARAMS, MANIFEST], sources) if sources else sources_digests(),
     )
     records, files = [], {}
     for wanted in wanted_images(shown, facts):
         threads = wanted.launch["threads"]
         kernel = wanted.kernel if threads == 128 else f"{wanted.kernel}{threads}"
-        image = wanted.finished(rename_kernel(read_cubin_file(kernel, arch), kernel, kernel_symbol(wanted.name)))
-        record = prove_record(wanted, image, shown.arch, facts.flavour)
+        code = rename_kernel(read_cubin_file(kernel, arch), kernel, kernel_symbol(wanted.name))
+        record = prove_record(wanted, code, shown.arch, facts.flavour)
         records.append(record)
-        files[record.file] = image.cubin
+        files[record.file] = code
     path = folder / shown.bundle_name
     with hold_target(path) as target:
         write_bundle(target, assemble(shown, facts, records), files)

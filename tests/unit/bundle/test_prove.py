@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from attnres_aot.binary.elf_image import open_elf
-from attnres_aot.binary.prove import AskedLaunch, ImageFacts, prove_image
+from attnres_aot.binary.kernel_facts import KernelFacts
+from attnres_aot.binary.prove import prove_image
 from attnres_aot.bundle.manifest import BudgetRecord
 from attnres_aot.errors import CompileError
 from attnres_aot.spec.arch import Arch
@@ -26,30 +27,23 @@ ASKED: dict[str, Any] = {
     "arch": Arch(10, 0),
     "flavour": "cu12",
     "params": CONSUMER_PARAMS,
-    "block_threads": 128,
+    "threads": 128,
     "smem_dynamic_bytes": 0,
     "pdl": True,
     "budget": BudgetRecord(registers=8, smem_bytes=40),
 }
 
 
-def prove(data: bytes, **changes: Any) -> ImageFacts:
-    """Proves `data` to be what `ASKED` says, but for what is changed."""
+def prove(data: bytes, **changes: Any) -> KernelFacts:
     asked = {**ASKED, **changes}
-    launch = AskedLaunch(**{name: asked.pop(name) for name in ("params", "block_threads", "smem_dynamic_bytes", "pdl")})
+    launch = {name: asked.pop(name) for name in ("threads", "smem_dynamic_bytes", "pdl")}
     return prove_image(data, launch=launch, **asked)
 
 
 def test_an_image_that_is_what_was_asked_for(cubin):
-    assert prove(cubin("consumer")) == ImageFacts(
-        symbol="consumer",
-        proven_arch=Arch(10, 0),
-        registers=8,
-        stack_bytes=0,
-        spill_bytes=0,
-        smem_static_bytes=40,
-        critical_instructions=CRITICAL,
-    )
+    facts = prove(cubin("consumer"))
+    assert (facts.symbol, facts.registers, facts.smem_static_bytes) == ("consumer", 8, 40)
+    assert (facts.stack_bytes, facts.spill_bytes, facts.critical_instructions) == (0, 0, CRITICAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,7 @@ REFUSED = [
         asked={"params": ONE_POINTER, "smem_dynamic_bytes": 16},
         message="dynamic shared memory: asked 16 bytes, the kernel uses none",
     ),
-    Refused(name="block", asked={"block_threads": 256}, message="asked 256 x 1 x 1, the binary fixes 128 x 1 x 1"),
+    Refused(name="block", asked={"threads": 256}, message="asked 256 x 1 x 1, the binary fixes 128 x 1 x 1"),
     Refused(name="block in y", kernel="bare", asked={"params": ()}, message="the binary fixes 32 x 2 x 1"),
     Refused(name="open block", kernel="bounded", asked={"params": ONE_POINTER}, message="the binary fixes none"),
     Refused(name="cluster", kernel="cluster", asked={"params": ONE_POINTER}, message="the binary fixes 7 x 1 x 1"),
@@ -136,7 +130,7 @@ def test_a_difference_is_named_with_what_was_asked_and_found(cubin, case):
 
 def test_all_differences_come_together(cubin):
     with pytest.raises(CompileError) as caught:
-        prove(cubin("spill", "sm_90"), symbol="spill", block_threads=96)
+        prove(cubin("spill", "sm_90"), symbol="spill", threads=96)
     text = str(caught.value)
     for part in (
         "arch: asked sm_100",

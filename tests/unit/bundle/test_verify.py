@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from renaming import rename_kernel
 
 from attnres_aot.bundle import swap
-from attnres_aot.bundle.manifest import MANIFEST_NAME
+from attnres_aot.bundle.manifest import MANIFEST_NAME, SCHEMA
 from attnres_aot.cli.entry import main
 from attnres_aot.spec.params import CONSUMER_PARAMS
+from attnres_aot.verify import derive
 from attnres_aot.verify.bundle_check import verify_bundle
 
 
@@ -28,7 +32,7 @@ def test_a_fresh_bundle_keeps_every_promise(make_bundle, arch):
 
 OTHER_RELEASE = "0" * 64
 OPEN = (
-    "built from other kernel sources than this release's, so not derived again: build keys, budgets, launch shapes "
+    "built from other sources than this release's, so not derived again: build keys, budgets, launch shapes "
     "beyond what image names say, and up to how many rows each image of a variant is used"
 )
 
@@ -47,6 +51,27 @@ def test_what_was_not_checked_is_said_and_fails_if_all_must_be(make_bundle, caps
     assert main(["verify", "--strict", "--json", path]) == 1
     (report,) = json.loads(capsys.readouterr().out)["bundles"]
     assert (report["ok"], report["problems"], report["not_checked"]) == (False, [], [OPEN])
+
+
+def test_verifying_needs_neither_the_compiler_nor_what_reads_yaml(bundle):
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('cutlass', 'torch', 'yaml', 'rich', 'click', 'numpy')))\n"
+        "from attnres_aot.verify.bundle_check import verify_bundle\n"
+        "report = verify_bundle(sys.argv[1])\n"
+        "print(report.ok, report.problems, report.notes)\n"
+    )
+    run = [sys.executable, "-c", program, str(bundle.path)]
+    root = Path(__file__).parents[3]
+    assert subprocess.run(run, capture_output=True, text=True, cwd=root, check=True).stdout == "True () ()\n"
+
+
+def test_without_the_packages_sources_all_else_is_checked(bundle, monkeypatch):
+    monkeypatch.setattr(derive, "own_sources", lambda: None)
+    report = verify_bundle(bundle.path)
+    assert (report.ok, report.notes) == (True, (OPEN,))
+    bundle.edit(lambda raw: raw["mailbox"].update(slots=[1]))
+    assert not verify_bundle(bundle.path).ok
 
 
 def test_a_bundle_of_this_release_is_checked_whole(bundle):
@@ -183,7 +208,7 @@ LIES = [
     Lie(
         name="schema",
         change=lambda raw: raw.update(schema=1),
-        message="manifest schema 1, but this attnres-aot reads schema 3",
+        message=f"manifest schema 1, but this attnres-aot reads schema {SCHEMA}",
     ),
     Lie(name="unknown field", change=lambda raw: raw.update(extra=1), message="unknown: ['extra']"),
     Lie(name="bundle name", change=lambda raw: raw.update(name="a/b"), message="'a/b' is not a safe file name"),
@@ -530,7 +555,7 @@ def flip_manifest(bundle) -> None:
 
 def loosen(bundle) -> None:
     """Writes another form of the same manifest, with the digest of that form."""
-    data = bundle.manifest_path.read_bytes().replace(b'"schema": 3', b'"schema":  3')
+    data = bundle.manifest_path.read_bytes().replace(b'"schema": ', b'"schema":  ')
     start = data.index(b'\n "sha256": "') + 13
     digest = hashlib.sha256(data[:start] + b"0" * 64 + data[start + 64 :]).hexdigest().encode()
     bundle.manifest_path.write_bytes(data[:start] + digest + data[start + 64 :])

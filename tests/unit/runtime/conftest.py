@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import hashlib
 import struct
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -15,21 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres_aot.bundle.manifest import (
-    SCHEMA,
-    ArchRecord,
-    BudgetRecord,
-    Choice,
-    ImageRecord,
-    MailboxRecord,
-    Manifest,
-    ModelRecord,
-    ProducerRecord,
-    SelectionRecord,
-    TableRecord,
-    VariantRecord,
-    dump_manifest,
-)
+from attnres_aot.bundle.manifest import Manifest, TableRecord, dump_manifest
 from attnres_aot.runtime import api
 from attnres_aot.runtime.cuda import device as torch_device
 from attnres_aot.runtime.cuda import driver, fault
@@ -37,18 +22,14 @@ from attnres_aot.runtime.cuda import modules as library
 from attnres_aot.runtime.cuda.device import TorchDevice
 from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.spec.params import CONSUMER_PARAMS, KERNEL_PARAMS, Param
-from attnres_aot.spec.variants import (
-    ConsumerKey,
-    Producer,
-    Variant,
-    choices_for,
-    kernel_symbol,
-    parse_producer,
-    parse_variant,
-    producer_spec_for,
-)
+from attnres_aot.spec.variants import ConsumerKey
+from tests.support.manifests import make_image, make_manifest
 
 HIDDEN = 1024
+TABLES = (
+    TableRecord(tp=8, dcp=1, attn_stats="1-2:1,4:1", attn_stats_blocks="1-8:1"),
+    TableRecord(tp=16, dcp=16, attn_stats="", attn_stats_blocks=""),
+)
 STUB_SOURCE = Path(__file__).parents[2] / "stub_cuda" / "stub_cuda.cpp"
 CAPTURE_MODES = ("global", "thread_local", "relaxed")
 CAPTURED = 0x77
@@ -186,59 +167,24 @@ class BundleMaker:
     ) -> Path:
         path = self.folder / f"{name}-{arch}"
         path.mkdir()
-        parsed, made = [parse_variant(text) for text in variants], [parse_producer(text) for text in producers]
-        specs = {str(choices_for(variant, HIDDEN)[0].spec): "consumer" for variant in parsed}
-        specs |= {str(producer_spec_for(producer, HIDDEN)): producer.kernel for producer in made}
-        images = []
-        for spec_name, kernel in specs.items():
-            taken = (binary_params or params) if kernel == "consumer" else KERNEL_PARAMS[kernel]
-            layout = " ".join(f"{p.offset}:{p.size}" for p in taken)
-            data = f"STUB {binary_threads} {kernel_symbol(spec_name)} {layout}".encode()
-            (path / f"{spec_name}.cubin").write_bytes(data)
-            images.append(
-                ImageRecord(
-                    name=spec_name,
-                    kernel=kernel,
-                    file=f"{spec_name}.cubin",
-                    sha256=hashlib.sha256(data).hexdigest(),
-                    size=len(data),
-                    symbol=kernel_symbol(spec_name),
-                    abi=kernel,
-                    cluster=HIDDEN // 1024,
-                    rows_per_cluster=1,
-                    block_threads=128,
-                    smem_static_bytes=0,
-                    smem_dynamic_bytes=0,
-                    pdl=True,
-                    registers=64,
-                    stack_bytes=0,
-                    spill_bytes=0,
-                    critical_instructions=100,
-                    budget=BudgetRecord(registers=255, smem_bytes=4096),
-                    build_key=hashlib.sha256(spec_name.encode()).hexdigest(),
-                )
-            )
-        manifest = Manifest(
-            schema=SCHEMA,
+        manifest = make_manifest(
+            variants,
+            producers,
             name=name,
-            arch=ArchRecord(requested=arch, proven=arch),
-            config={},
-            selection=SelectionRecord(tp=(), dcp=(), only=()),
-            sources_sha256="0" * 64,
-            toolchain={"stub": "1"},
-            flavour="cu12",
-            oldest_driver="12.0",
-            model=ModelRecord(hidden=HIDDEN, layers=4, block_size=2, leading_dense_layers=1),
-            mailbox=MailboxRecord(capacity=64, slots=tuple(sorted({v.slots for v in parsed} - {0}))),
-            tables=(
-                TableRecord(tp=8, dcp=1, attn_stats="1-2:1,4:1", attn_stats_blocks="1-8:1"),
-                TableRecord(tp=16, dcp=16, attn_stats="", attn_stats_blocks=""),
-            ),
-            abis={"consumer": params, **{producer.kernel: KERNEL_PARAMS[producer.kernel] for producer in made}},
-            images=tuple(images),
-            variants=tuple(record_of(variant) for variant in parsed),
-            producers=tuple(record_of_producer(producer) for producer in made),
+            arch=arch,
+            tables=TABLES,
+            deployments=lambda variant: ((8, 1),) if variant.slots != 16 else ((16, 16),),
+            producer_deployments=((8, 1),),
+            params=params,
         )
+        images = []
+        for image in manifest.images:
+            taken = (binary_params or params) if image.kernel == "consumer" else KERNEL_PARAMS[image.kernel]
+            layout = " ".join(f"{p.offset}:{p.size}" for p in taken)
+            data = f"STUB {binary_threads} {image.symbol} {layout}".encode()
+            (path / image.file).write_bytes(data)
+            images.append(make_image(image.name, data))
+        manifest = dataclasses.replace(manifest, images=tuple(images))
         (path / "manifest.json").write_bytes(dump_manifest(change(manifest)))
         return path
 
@@ -247,32 +193,6 @@ class BundleMaker:
         loaded = api.load(self.write(variants))
         changed = dataclasses.replace(loaded.bundle, manifest=change(loaded.bundle.manifest))
         return LoadedBundle(changed, loaded.device)
-
-
-def record_of(variant: Variant) -> VariantRecord:
-    key = variant.key
-    return VariantRecord(
-        name=str(variant),
-        nb=key.nb,
-        has_delta=key.has_delta,
-        write=key.write,
-        final=key.final,
-        slots=variant.slots,
-        aux=variant.aux,
-        stats=variant.stats,
-        choices=(Choice(image=str(choices_for(variant, HIDDEN)[0].spec), max_rows=None),),
-        deployments=((8, 1),) if variant.slots != 16 else ((16, 16),),
-    )
-
-
-def record_of_producer(producer: Producer) -> ProducerRecord:
-    return ProducerRecord(
-        name=str(producer),
-        kernel=producer.kernel,
-        nb=producer.nb,
-        choices=(Choice(image=str(producer_spec_for(producer, HIDDEN)), max_rows=None),),
-        deployments=((8, 1),),
-    )
 
 
 @pytest.fixture

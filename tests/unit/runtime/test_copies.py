@@ -81,7 +81,7 @@ def test_copies_of_producers_launch_for_themselves(stub, producing, weights):
     for one, given in ((publisher, rows), (statistics, blocks)):
         twin = copy.copy(one)
         assert twin.handle != one.handle
-        assert twin._plan is not one._plan or not one._plans
+        assert twin._route is not one._route
         twin.run(given)
     assert stub.launch_count() == 3
 

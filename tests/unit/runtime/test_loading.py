@@ -210,7 +210,7 @@ LAUNCH_REFUSALS = [
         function="cuLaunchKernelEx", status=719, text="launch nb2-delta for 3 rows on cpu: CUDA_ERROR_LAUNCH_FAILED"
     ),
     Refusal(function="cuLaunchKernelEx", status=700, text="ILLEGAL_ADDRESS; an earlier kernel"),
-    Refusal(function="cuLaunchKernelEx", status=12345, text="CUresult 12345; run `attnres-aot doctor`"),
+    Refusal(function="cuLaunchKernelEx", status=12345, text="CUDA error 12345; run `attnres-aot doctor`"),
 ]
 
 

@@ -9,8 +9,8 @@ from simulated_consumer import SimulatedConsumer
 
 from attnres_aot.bundle.manifest import Choice
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.bare import BARE_EPS, bare_cases, check_bare, check_publish, check_statistics, draw_bare
 from attnres_aot.spec.variants import parse_variant
+from tests.support.bare import BARE_EPS, bare_cases, check_bare, check_publish, check_statistics, draw_bare
 
 HIDDEN = 1024
 NAMES = [

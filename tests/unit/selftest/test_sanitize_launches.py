@@ -11,7 +11,7 @@ from simulated_consumer import SimulatedConsumer
 from attnres_aot.bundle.manifest import Choice
 from attnres_aot.errors import UsageError
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.bare import BARE_EPS
+from tests.support.bare import BARE_EPS
 
 PROGRAM = Path(__file__).parents[3] / "scripts" / "sanitize_launches.py"
 NAMES = ["nb1-delta", "nb2-delta-write2-ring8-aux", "nb2-delta-stats"]

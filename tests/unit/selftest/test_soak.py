@@ -12,9 +12,9 @@ from attnres_aot.errors import CompileError, DriverError
 from attnres_aot.selftest import reference, suite
 from attnres_aot.selftest.arena import DENSE, Views
 from attnres_aot.selftest.cases import Case
-from attnres_aot.selftest.ranks import Bound, publish_words
-from attnres_aot.selftest.soak import Soak
 from attnres_aot.spec.variants import parse_variant
+from tests.support.ranks import Bound, publish_words
+from tests.support.soak import Soak
 
 CAPACITY = 8
 ROW_COUNTS = (1, 3, 8)

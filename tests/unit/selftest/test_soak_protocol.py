@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnres_aot.selftest.ranks import Rank
+from tests.support.ranks import Rank
 
 ROUNDS = 5
 EMPTY = None

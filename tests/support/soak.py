@@ -30,9 +30,9 @@ import torch
 from attnres_aot.errors import DriverError
 from attnres_aot.selftest import reference
 from attnres_aot.selftest.inputs import Bank
-from attnres_aot.selftest.ranks import SETS, Bind, Material, Publish, Rank, publish_words
 from attnres_aot.selftest.suite import DeviceLostError, naming_device_failures, wait
 from attnres_aot.spec.variants import Variant
+from tests.support.ranks import SETS, Bind, Material, Publish, Rank, publish_words
 
 RANKS = 2
 """Ranks, one stream each."""
@@ -102,14 +102,14 @@ class Soak:
         Raises:
           CompileError: a launch by itself is not what the reference says.
         """
-        self._random = random.Random(seed)  # noqa: S311 - a schedule that can be repeated
+        self._random = random.Random(seed)
         self._row_counts, self._publish = tuple(row_counts), publish
         self._device = bank.norm.device
         self._last = 0
         self._graphs: list[tuple[int, list[torch.cuda.CUDAGraph]]] = []
         self._sleep: Callable[[int], object] = lambda _: None
         if self._device.type == "cuda":
-            self._sleep = torch.cuda._sleep  # noqa: SLF001 - torch has no public equal
+            self._sleep = torch.cuda._sleep
         material = Material(bank, variants[0].slots, capacity)
         self._ranks = [Rank(index, variant, material) for index, variant in enumerate(variants)]
         for rank in self._ranks:

@@ -1,4 +1,4 @@
-"""The delta row that a consumer takes: of an ordinary source, or of a mailbox, which is polled and armed again.
+"""The delta row that a consumer takes out of a mailbox, which is polled and armed again.
 
 A mailbox row has `slots` parts, which are added in the order of the slots and rounded once. A vector of one is complete
 when none of its words is ARMED; a publisher writes no such word. The vectors of all slots are loaded at once. Those of up to
@@ -19,44 +19,42 @@ TOGETHER = 8
 """Most mailbox slots that are polled together, or half as many if there are more: they would not fit the registers."""
 
 
-class Source:
-    """The row as vectors of one thread."""
+class Mailbox:
+    """The mailbox as one thread sees it."""
 
     def __init__(self, slots, vectors):
         """Fixes the constants.
 
         Args:
-          slots: mailbox slots, or 0 for an ordinary source.
+          slots: mailbox slots, at least 1.
           vectors: 16-byte vectors per thread.
         """
         self.slots, self.vectors = slots, vectors
 
-    def look(self, source, row, cols, on, row_stride, slot_stride):
-        """Returns the row's vectors, slot by slot, and the addresses of the first slot's; a mailbox may not be full."""
-        at = [vec_address(source, row, row_stride, col) for col in cols]
-        if not self.slots:
-            return [ptx.ld_vec(address, o) for address, o in zip(at, on, strict=True)], at
-        there = zip(self._in_slots(at, slot_stride), on * self.slots, strict=True)
-        return [ptx.ld_vec_mailbox(address, o) for address, o in there], at
+    def look(self, p, share):
+        """Loads the thread's vectors once, complete or not.
+
+        Returns:
+          (vecs, at): [slots * V] vectors, slot by slot, and the addresses of the first slot's, [V].
+        """
+        at = [vec_address(p.source, share.row, p.source_row_stride, col) for col in share.cols]
+        there = zip(self._in_slots(at, p.source_slot_stride), share.on * self.slots, strict=True)
+        return [ptx.ld_vec_mailbox(address, on) for address, on in there], at
 
     def _in_slots(self, at, slot_stride):
         """The addresses of vectors in all slots, slot by slot, from those in the first."""
         step = Int64(slot_stride) * 16
         return [address + step * slot if slot else address for slot in range(self.slots) for address in at]
 
-    def take(self, looked, row, cols, on, slot_stride, fault, fault_tag, spin_budget):
-        """Returns the row's vectors from what `look` returned; a mailbox is polled until it is full, and re-armed."""
+    def take(self, p, share, looked):
+        """Polls from what `look` returned until all is complete, and arms it again; returns the row's [V] vectors."""
         vecs, at = looked
-        if not self.slots:
-            return vecs
-        at = self._in_slots(at, ptx.launder(slot_stride))  # worked out again, rather than kept since the look
+        at = self._in_slots(at, ptx.launder(p.source_slot_stride))  # worked out again, rather than kept since the look
         group = (TOGETHER if self.slots <= TOGETHER else TOGETHER // 2) * self.vectors
         totals = [[]] * self.vectors
         for i in range(0, len(vecs), group):
-            slot = i // self.vectors
-            some, places = vecs[i : i + group], at[i : i + group]
-            has = (on * self.slots)[i : i + group]
-            full = self._fill(some, places, has, slot, cols, row, fault, fault_tag, spin_budget)
+            some, places, has = (each[i : i + group] for each in (vecs, at, share.on * self.slots))
+            full = self._fill(p, share, some, places, has, i // self.vectors)
             cute.arch.sync_warp()  # ptxas takes a warp for converged after the loop that is not, and shuffles then go wrong
             if self.slots == 1:
                 return full
@@ -64,31 +62,21 @@ class Source:
         return [pack(total) for total in totals]
 
     @cute.jit
-    def _fill(
-        self,
-        vecs,
-        at,
-        on,
-        first_slot: cutlass.Constexpr,
-        cols,
-        row: Int32,
-        fault: cute.Pointer,
-        fault_tag: Int32,
-        spin_budget: Int32,
-    ):
+    def _fill(self, p, share, vecs, at, on, first_slot: cutlass.Constexpr):
         """Returns the mailbox vectors at `at` once no word of any is the armed pattern, each re-armed when it was complete.
 
-        `vecs` are the first loads, of slot `first_slot` and those after it, and `on` tells which of them the row has. Vectors that are not complete are loaded again,
-        together; if `spin_budget` looks, the first one included, do not find all complete, the kernel traps.
+        `vecs` are the first loads, of slot `first_slot` and those after it, and `on` tells which of them the row has.
+        Vectors that are not complete are loaded again, together; if `spin_budget` looks, the first one included, do not
+        find all complete, the kernel traps.
         """
         least = _least_words(vecs)
         self._rearm(at, [_and(word != ARMED, o) for word, o in zip(least, on, strict=True)])
         polls = Int32(0)
         while tree(ptx.imin, least) == ARMED:
             polls = polls + 1
-            if (polls == spin_budget) & (spin_budget != 0):
-                slot, col = self._first_empty(least, first_slot, cols)
-                ptx.trap_with_record(fault.toint(), fault_tag, row, slot, col)
+            if (polls == p.spin_budget) & (p.spin_budget != 0):
+                slot, col = self._first_empty(least, first_slot, share.cols)
+                ptx.trap_with_record(p.fault.toint(), p.fault_tag, share.row, slot, col)
             empty = [word == ARMED for word in least]
             vecs = [ptx.ld_vec_mailbox_where(*each) for each in zip(at, vecs, empty, strict=True)]
             least = _least_words(vecs)
