@@ -128,8 +128,6 @@ def measure_threads(library: Path) -> dict[str, float]:
     }
 
 
-
-
 def prepare(module: Any, weights: tuple[torch.Tensor, ...]) -> Any:
     """Prepares the consumer by the library's own functions."""
     key = VARIANT.key

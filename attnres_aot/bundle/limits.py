@@ -46,7 +46,10 @@ def size_problems(manifest: Manifest) -> Iterator[str]:
         ("abis", len(manifest.abis), MAX_ABIS),
         ("toolchain", len(manifest.toolchain), MAX_TOOLCHAIN),
         ("libraries", len(manifest.libraries), MAX_LIBRARIES),
-        *((f"names of library {each.file:.80}", len(each.needed) + len(each.exports), MAX_TEXT_CHARS) for each in manifest.libraries),
+        *(
+            (f"names of library {each.file:.80}", len(each.needed) + len(each.exports), MAX_TEXT_CHARS)
+            for each in manifest.libraries
+        ),
         ("mailbox.slots", len(manifest.mailbox.slots), MAX_TEXT_CHARS),
         *((f"selection.{name}", len(part), MAX_TEXT_CHARS) for name, part in _selected(manifest)),
         ("bytes of images", sum(image.size for image in manifest.images), MAX_BUNDLE_BYTES),

@@ -75,7 +75,9 @@ def read_library(path: str | os.PathLike[str]) -> tuple[Bundle, ...]:
       BundleError: no such file, no shared object of attnres-aot, or one that is damaged.
     """
     place = Path(path)
-    return tuple(_bundle(place, embedded) for embedded in read_payload(payload_of(read_file(place), str(place)), str(place)))
+    return tuple(
+        _bundle(place, embedded) for embedded in read_payload(payload_of(read_file(place), str(place)), str(place))
+    )
 
 
 def read_file(path: Path) -> bytes:
@@ -92,7 +94,9 @@ def read_file(path: Path) -> bytes:
             return file.read()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise BundleError(f"no library at {str(path)!r}: {why}; build one with `attnres-aot build --arch ARCH --format so`") from error
+        raise BundleError(
+            f"no library at {str(path)!r}: {why}; build one with `attnres-aot build --arch ARCH --format so`"
+        ) from error
 
 
 def payload_of(data: bytes, where: str) -> bytes:

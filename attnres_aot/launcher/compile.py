@@ -79,7 +79,16 @@ class LauncherObjects:
         # By file name where libc holds them by now: an older one does not, and needs them.
         system = ["-ldl", "-lpthread"] if self._compiler.is_zig else ["-l:libdl.so.2", "-l:libpthread.so.0", "-lgcc"]
         libraries = ["-L.", "-ltvm_ffi", *system, "-lc"]
-        arguments = [*_LINK, *self._compiler.host.link_flags, f"-Wl,-soname,{name}", "launcher.o", "embed.o", *libraries, "-o", "library.so"]
+        arguments = [
+            *_LINK,
+            *self._compiler.host.link_flags,
+            f"-Wl,-soname,{name}",
+            "launcher.o",
+            "embed.o",
+            *libraries,
+            "-o",
+            "library.so",
+        ]
         run_compiler(self._compiler, [*host, *arguments], folder)
         return (folder / "library.so").read_bytes()
 

@@ -168,15 +168,29 @@ def test_a_wrong_tensor_never_reaches_the_driver(cubins, module, change):
         "dtype": [delta.float(), prefix, blocks, out],
         "rows": [delta[:2], prefix, blocks, out],
         "device": [delta.cpu(), prefix, blocks, out],
-        "alignment": [torch.zeros(3 * cubins.hidden + 1, dtype=torch.bfloat16, device="cuda")[1:].view(3, -1), prefix, blocks, out],
+        "alignment": [
+            torch.zeros(3 * cubins.hidden + 1, dtype=torch.bfloat16, device="cuda")[1:].view(3, -1),
+            prefix,
+            blocks,
+            out,
+        ],
         "overlap": [delta, prefix, blocks, prefix],
-        "stride": [delta, prefix, blocks, torch.zeros(3, cubins.hidden + 4, dtype=torch.bfloat16, device="cuda")[:, :-4]],
+        "stride": [
+            delta,
+            prefix,
+            blocks,
+            torch.zeros(3, cubins.hidden + 4, dtype=torch.bfloat16, device="cuda")[:, :-4],
+        ],
     }[change]
     before = [tensor.clone() for tensor in wrong]
     with pytest.raises(OperandError) as caught:
         consumer.run(*wrong)
     torch.cuda.synchronize()
-    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(before, wrong, strict=True) if one.is_contiguous())
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(before, wrong, strict=True)
+        if one.is_contiguous()
+    )
     python = attnres_aot.PreparedAttnRes(simple(module, cubins)[1], (2, True, None, False), EPS, cubins)
     with pytest.raises(OperandError) as same:
         python.run(*wrong)

@@ -24,7 +24,7 @@ from attnres_aot.runtime.shared.plan import LibraryPlan
 class LibraryBundle(LoadedBundle):
     """A bundle inside a shared object, for one device."""
 
-    __slots__ = ("_table",)
+    __slots__ = ("_code",)
     plans = True
 
     def __init__(self, bundle: Bundle, device: TorchDevice) -> None:
@@ -36,14 +36,14 @@ class LibraryBundle(LoadedBundle):
           BundleError: no code in it runs on the device.
         """
         super().__init__(bundle, device)
-        self._table = library.open_library(bundle.path).load_table(device.ordinal)
+        self._code = library.open_library(bundle.path).load_table(device.ordinal)
 
     def load_image(self, name: str) -> LoadedKernel:
         """Puts one image on the device, or returns it if it is there already."""
         found = self._kernels.get(name)
         if found is None:
             image = self._images[name]
-            function = ctypes.c_void_p(self._table.load_image(name))
+            function = ctypes.c_void_p(self._code.load_image(name))
             params = self.bundle.manifest.abis[image.abi]
             found = self._kernels[name] = LoadedKernel(image=image, params=params, function=function)
         return found
@@ -54,5 +54,5 @@ class LibraryBundle(LoadedBundle):
         Raises:
           OperandError: the library refuses something; one line for every problem.
         """
-        plan = bound.plan_in(self._table, library.as_argument, order.constants)
+        plan = bound.plan_in(self._code, library.as_argument, order.constants)
         return LibraryPlan(order, plan(*map(library.as_argument, operands)))

@@ -36,7 +36,9 @@ def bundle(stub, bundles):
 def seen(stub, index=-1):
     """Everything that reached the driver for a launch."""
     launch = stub.launch(index)
-    kernel = "publish" if b"publish" in launch.symbol else "statistics" if b"statistics" in launch.symbol else "consumer"
+    kernel = (
+        "publish" if b"publish" in launch.symbol else "statistics" if b"statistics" in launch.symbol else "consumer"
+    )
     return {
         "arguments": launch.arguments(KERNEL_PARAMS[kernel]),
         "symbol": launch.symbol,
