@@ -365,7 +365,7 @@ bool refused(Status status, const char* what, Failure& failure) {
   driver.cuGetErrorString(status, &text);
   failure.words << "the CUDA driver refused to " << what << ": ";
   if (name) failure.words << name;
-  else failure.words << "CUresult " << status;
+  else failure.words << "CUDA error " << status;
   if (text) failure.words << " (" << text << ")";
   failure.words << "; " << advice(status);
   return failure.of(kDriver);
@@ -1778,19 +1778,18 @@ bool bind_aux(Consumer& consumer, Failure& failure) {
   return true;
 }
 
-void add_bad_rows(const List<TVMFFIAny>& asked, int64_t most, Words& words) {  // those that are no numbers come first
+void add_bad_rows(const List<TVMFFIAny>& asked, int64_t most, Words& words) {  // numbers first, ascending
   List<TVMFFIAny> bad;
-  for (const TVMFFIAny& each : asked)
-    if (!whole(each)) bad.push(each);
-  size_t numbers = bad.size();
   for (const TVMFFIAny& each : asked) {
     if (!whole(each) || (each.v_int64 >= 1 && each.v_int64 <= most)) continue;
     bad.push(each);
-    for (size_t at = bad.size() - 1; at > numbers && bad[at - 1].v_int64 > each.v_int64; --at) {
+    for (size_t at = bad.size() - 1; at > 0 && bad[at - 1].v_int64 > each.v_int64; --at) {
       bad[at] = bad[at - 1];
       bad[at - 1] = each;
     }
   }
+  for (const TVMFFIAny& each : asked)
+    if (!whole(each)) bad.push(each);
   words.line() << "rows hold [";
   for (size_t at = 0; at < bad.size(); ++at) words << (at ? ", " : "") << bad[at];
   words << "]; 1 to " << most << ", the rows of mixture, are allowed";
