@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Measures what launching through a shared object costs the host, beside the bare driver call and the loader.
+r"""Measures what launching through a shared object costs the host, beside the bare driver call and the loader.
 
     scripts/shared_object_cost.py LIBRARY.so [--program PROGRAM] [--bundle FOLDER]
 
 LIBRARY is the form of a bundle for this machine's kind and GPU. PROGRAM is scripts/shared_object_cost.cpp, compiled:
 
     T=$(python3 -c "import os, tvm_ffi; print(os.path.dirname(tvm_ffi.__file__))")
-    g++ -std=c++17 -O2 scripts/shared_object_cost.cpp -I$T/include -L$T/lib -Wl,-rpath,$T/lib -ltvm_ffi -ldl -lpthread -o PROGRAM
+    g++ -std=c++17 -O2 scripts/shared_object_cost.cpp -I$T/include -L$T/lib -Wl,-rpath,$T/lib -ltvm_ffi -ldl \
+        -lpthread -o PROGRAM
 
 With `--bundle`, `run` of the Python loader is measured in the same rounds. Exits with 1 where a bar is missed.
 """

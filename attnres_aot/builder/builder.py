@@ -273,7 +273,7 @@ def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory
     if len(libraries) != len(request.hosts):
         return False
     manifest = replace(manifest, libraries=tuple(library.record for library in libraries))
-    names = {MANIFEST_NAME, *(record.file for record in (*records, *manifest.libraries))}
+    names = {MANIFEST_NAME, *(record.file for record in manifest.files)}
     if {entry.name for entry in request.path.iterdir()} != names:
         return False
     return inventory.bundle.manifest_sha256 == hashlib.sha256(dump_manifest(manifest)).hexdigest()
@@ -321,5 +321,5 @@ def _unchanged_report(request: BuildRequest, decided: tuple[Step, ...], start: f
 
 
 def _size_bytes(manifest: Manifest) -> int:
-    sizes = [record.size for record in (*manifest.images, *manifest.libraries)]
+    sizes = [record.size for record in manifest.files]
     return sum(sizes) + len(dump_manifest(manifest))

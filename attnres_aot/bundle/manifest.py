@@ -24,6 +24,8 @@ MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a bundle folder."""
 IMAGE_SUFFIX = ".cubin"
 """What follows an image's name in the name of its file."""
+LIBRARY_SUFFIX = ".so"
+"""How the file name of a shared object ends."""
 MAX_MANIFEST_BYTES = 8 << 20
 """Largest manifest that a reader accepts; Kimi K3's has 0.2 MB."""
 DIGEST_FIELD = "sha256"
@@ -267,6 +269,11 @@ class Manifest:
     """Producers that a caller can ask for."""
     libraries: tuple[LibraryRecord, ...] = ()
     """Shared objects of the same images, ascending by file name."""
+
+    @property
+    def files(self) -> tuple[ImageRecord | LibraryRecord, ...]:
+        """Records of all files beside the manifest."""
+        return (*self.images, *self.libraries)
 
 
 def canonical_json(value: Any) -> str:

@@ -73,7 +73,7 @@ def _library_problems(library: LibraryRecord) -> Iterator[str]:
 def _name_problems(manifest: Manifest) -> Iterator[str]:
     for what, names in (
         ("image name", (image.name for image in manifest.images)),
-        ("file", (record.file for record in (*manifest.images, *manifest.libraries))),
+        ("file", (record.file for record in manifest.files)),
         ("variant name", (variant.name for variant in manifest.variants)),
         ("producer name", (producer.name for producer in manifest.producers)),
         ("table", (f"tp {table.tp}, dcp {table.dcp}" for table in manifest.tables)),

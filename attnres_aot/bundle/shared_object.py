@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnres_aot.bundle.limits import MAX_IMAGE_BYTES
-from attnres_aot.bundle.manifest import MAX_MANIFEST_BYTES, Manifest, load_manifest
+from attnres_aot.bundle.manifest import LIBRARY_SUFFIX, MAX_MANIFEST_BYTES, Manifest, load_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import Bundle
 from attnres_aot.errors import BundleError
 from attnres_aot.records import record
 
-LIBRARY_SUFFIX = ".so"
-"""How the file name of a shared object ends."""
 SECTION = ".attnres"
 """Section of the library that holds the payload."""
 MAGIC = b"ATTNRES\x01"
@@ -47,7 +45,7 @@ class Ref(NamedTuple):
 
     offset: int
     """From the start of the payload."""
-    count: int
+    size: int
     """Bytes, or records."""
 
 
@@ -153,8 +151,8 @@ def _embedded(payload: bytes, at: int, where: str) -> Embedded:
     if problems := manifest_problems(manifest):
         raise BundleError(f"{where}: the manifest contradicts itself; build it again: {problems[0]}")
     images = Ref(*table[_IMAGES_AT : _IMAGES_AT + 2])
-    if images.count != len(manifest.images):
-        raise BundleError(f"{where}: holds {images.count} images, but its manifest names {len(manifest.images)}")
+    if images.size != len(manifest.images):
+        raise BundleError(f"{where}: holds {images.size} images, but its manifest names {len(manifest.images)}")
     files = {}
     for number, image in enumerate(manifest.images):
         fields = IMAGE_RECORD.unpack_from(payload, images.offset + number * IMAGE_RECORD.size)
@@ -174,9 +172,9 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _slice(payload: bytes, ref: Ref, most: int) -> bytes:
-    data = payload[ref.offset : ref.offset + ref.count]
-    if len(data) != ref.count or ref.count > most:
-        raise IndexError(f"{ref.count} bytes at {ref.offset} do not lie in it")
+    data = payload[ref.offset : ref.offset + ref.size]
+    if len(data) != ref.size or ref.size > most:
+        raise IndexError(f"{ref.size} bytes at {ref.offset} do not lie in it")
     return data
 
 

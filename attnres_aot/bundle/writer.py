@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.bundle.lock import take_lock
-from attnres_aot.bundle.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
+from attnres_aot.bundle.manifest import IMAGE_SUFFIX, LIBRARY_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import read_manifest_bytes
 from attnres_aot.bundle.swap import beside, clean_up, discard, flush_folder, leftovers, new_folder, swap
 from attnres_aot.errors import BundleError
 
-SUFFIXES = (IMAGE_SUFFIX, ".so")
+SUFFIXES = (IMAGE_SUFFIX, LIBRARY_SUFFIX)
 """How the names of a bundle's files end, those of images and of libraries."""
 
 
@@ -212,7 +212,7 @@ def _unwritable(path: Path, error: OSError) -> BundleError:
 
 def _check_files(manifest: Manifest, images: Mapping[str, bytes]) -> None:
     problems = manifest_problems(manifest)
-    promised = {record.file: record for record in (*manifest.images, *manifest.libraries)}
+    promised = {record.file: record for record in manifest.files}
     problems += [f"file {name!r} is not in the manifest" for name in sorted(images.keys() - promised.keys())]
     problems += [f"file {name!r} is missing" for name in sorted(promised.keys() - images.keys())]
     for name, data in images.items():

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attnres_aot.launcher.compilers import Compiler, find_headers, run_compiler
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SOURCE = Path(__file__).with_name("launcher.cpp")
 """The launcher."""
@@ -45,7 +49,7 @@ class LauncherObjects:
         self._compiler = compiler
         self._folder = tempfile.TemporaryDirectory(prefix="attnres-launcher-")
 
-    def __enter__(self) -> LauncherObjects:
+    def __enter__(self) -> Self:
         """Compiles the launcher.
 
         Raises:

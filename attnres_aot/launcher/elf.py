@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from elftools.common.exceptions import ELFError
 from elftools.elf.dynamic import DynamicSection
@@ -103,51 +104,54 @@ def record_problems(facts: LibraryFacts, record: LibraryRecord) -> Iterator[str]
 
 
 def _facts(elf: ELFFile) -> LibraryFacts:
-    needed: list[str] = []
-    paths: list[str] = []
-    soname, exports, undefined, newest, newer = "", set(), set(), (0, 0), False
-    versions = elf.get_section_by_name(".gnu.version")
-    for section in elf.iter_sections():
-        if isinstance(section, DynamicSection):
-            for tag in section.iter_tags():
-                if tag.entry.d_tag == "DT_NEEDED":
-                    needed.append(tag.needed)
-                elif tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
-                    paths.append(tag.rpath if tag.entry.d_tag == "DT_RPATH" else tag.runpath)
-                elif tag.entry.d_tag == "DT_SONAME":
-                    soname = tag.soname
-        elif isinstance(section, GNUVerNeedSection):
-            for _, auxiliaries in section.iter_versions():
-                for each in auxiliaries:
-                    newest = max(newest, _glibc(each.name))
-        elif isinstance(section, SymbolTableSection) and section.name == ".dynsym":
-            for number, symbol in enumerate(section.iter_symbols()):
-                if not symbol.name or symbol.entry.st_info.bind == "STB_LOCAL":
-                    continue
-                if symbol.entry.st_shndx != "SHN_UNDEF":
-                    exports.add(symbol.name)
-                elif symbol.entry.st_info.bind != "STB_WEAK" and _unversioned(versions, number):
-                    undefined.add(symbol.name)
-        elif isinstance(section, NoteSection) and section.name == ".note.gnu.property":
-            newer = newer or _asks_for_newer_cpu(section)
+    tags = [
+        tag for section in elf.iter_sections() if isinstance(section, DynamicSection) for tag in section.iter_tags()
+    ]
     stack = [segment for segment in elf.iter_segments() if segment.header.p_type == "PT_GNU_STACK"]
+    exports, undefined = _symbols(elf)
     return LibraryFacts(
         machine=elf.header.e_machine,
-        needed=tuple(needed),
-        search_paths=tuple(paths),
-        soname=soname,
-        glibc=newest,
-        exports=tuple(sorted(exports)),
-        undefined=tuple(sorted(undefined)),
+        needed=tuple(tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"),
+        search_paths=(
+            *(tag.rpath for tag in tags if tag.entry.d_tag == "DT_RPATH"),
+            *(tag.runpath for tag in tags if tag.entry.d_tag == "DT_RUNPATH"),
+        ),
+        soname=next((tag.soname for tag in tags if tag.entry.d_tag == "DT_SONAME"), ""),
+        glibc=max((_glibc(name) for name in _versions(elf)), default=(0, 0)),
+        exports=exports,
+        undefined=undefined,
         executable_stack=not stack or bool(stack[0].header.p_flags & 1),
-        newer_cpu=newer,
+        newer_cpu=any(_asks_for_newer_cpu(each) for each in elf.iter_sections() if isinstance(each, NoteSection)),
     )
 
 
-def _unversioned(versions: object, number: int) -> bool:
+def _versions(elf: ELFFile) -> Iterator[str]:
+    """Yields the versions of symbols that the library takes, such as `GLIBC_2.14`."""
+    for section in elf.iter_sections():
+        if isinstance(section, GNUVerNeedSection):
+            for _, auxiliaries in section.iter_versions():
+                yield from (each.name for each in auxiliaries)
+
+
+def _symbols(elf: ELFFile) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns what the library defines for others, and what others must define without a version."""
+    exports, undefined = set(), set()
+    versions, table = elf.get_section_by_name(".gnu.version"), elf.get_section_by_name(".dynsym")
+    for number, symbol in enumerate(table.iter_symbols() if isinstance(table, SymbolTableSection) else ()):
+        bind = symbol.entry.st_info.bind
+        if not symbol.name or bind == "STB_LOCAL":
+            continue
+        if symbol.entry.st_shndx != "SHN_UNDEF":
+            exports.add(symbol.name)
+        elif bind != "STB_WEAK" and _unversioned(versions, number):
+            undefined.add(symbol.name)
+    return tuple(sorted(exports)), tuple(sorted(undefined))
+
+
+def _unversioned(versions: Any, number: int) -> bool:
     if versions is None:
         return True
-    index = versions.get_symbol(number).entry["ndx"]  # type: ignore[attr-defined] - elftools is not typed
+    index = versions.get_symbol(number).entry["ndx"]
     return index in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL", 0, 1)
 
 
@@ -159,6 +163,8 @@ def _glibc(name: str) -> tuple[int, int]:
 
 
 def _asks_for_newer_cpu(section: NoteSection) -> bool:
+    if section.name != ".note.gnu.property":
+        return False
     for note in section.iter_notes():
         for each in note["n_desc"] if isinstance(note["n_desc"], list) else ():
             if each["pr_type"] == _ISA_NEEDED and int(each["pr_data"]) & ~_BASELINE:

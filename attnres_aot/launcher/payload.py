@@ -123,9 +123,8 @@ def _kernels(pool: _Pool, manifest: Manifest) -> Ref:
 
 
 def _images(pool: _Pool, manifest: Manifest, files: Mapping[str, bytes]) -> Ref:
-    records = []
-    for image in manifest.images:
-        records.append(
+    return pool.records(
+        [
             IMAGE_RECORD.pack(
                 *pool.text(image.name),
                 *pool.text(image.symbol),
@@ -138,8 +137,9 @@ def _images(pool: _Pool, manifest: Manifest, files: Mapping[str, bytes]) -> Ref:
                 image.smem_dynamic_bytes,
                 image.pdl,
             )
-        )
-    return pool.records(records)
+            for image in manifest.images
+        ]
+    )
 
 
 def _choices(pool: _Pool, choices: Sequence[Choice], places: Mapping[str, int]) -> Ref:

@@ -42,8 +42,8 @@ def load(
     What becomes of the bundle's folder later does not matter.
 
     Args:
-      path: a bundle, its shared object, or a folder of either. None searches the environment variable ATTNRES_AOT_BUNDLE, installed
-        bundle packages and `./artifacts`, and remembers what it found.
+      path: a bundle, its shared object, or a folder of either. None searches the environment variable
+        ATTNRES_AOT_BUNDLE, installed bundle packages and `./artifacts`, and remembers what it found.
       device: CUDA device; None is torch's current one.
       name: configuration name, where bundles of several lie in one place.
 

@@ -30,7 +30,7 @@ from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageErro
 from attnres_aot.spec.params import KERNEL_PARAMS
 from attnres_aot.verify.derive import FROM_SOURCES, Derivation, is_of_this_release
 from attnres_aot.verify.difference import differences
-from attnres_aot.verify.library_check import library_problems
+from attnres_aot.verify.library_check import libraries_problems
 
 _SHOWN_CHARS = 500  # of one problem
 
@@ -98,7 +98,7 @@ def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_NAME}: changed after the build: {problem}"
     elif data != dump_manifest(manifest):
         yield f"{MANIFEST_NAME}: not in canonical form; it was edited after the build"
-    yield from _folder_problems(folder, (*manifest.images, *manifest.libraries))
+    yield from _folder_problems(folder, manifest.files)
     unusable = manifest_problems(manifest)
     yield from unusable
     derivation = None
@@ -119,9 +119,8 @@ def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
         yield from (f"images.{name}: not in the manifest; built again it would be" for name in derivation.missing)
         assembled = replace(derivation.assemble(records), libraries=manifest.libraries)
         yield from differences(to_json(manifest), to_json(assembled))
-    for library in () if unusable else manifest.libraries:
-        for problem in library_problems(folder, library, manifest):
-            yield f"library {library.file!r:.140}: {problem}"
+    if not unusable:
+        yield from libraries_problems(folder, manifest)
 
 
 def _folder_problems(folder: Folder, records: Iterable[ImageRecord | LibraryRecord]) -> Iterator[str]:

@@ -15,14 +15,18 @@ from attnres_aot.launcher.elf import facts_problems, read_facts, record_problems
 from attnres_aot.launcher.libraries import payload_for
 
 
-def library_problems(folder: Folder, record: LibraryRecord, manifest: Manifest) -> Iterator[str]:
-    """Yields what is wrong with a library: the file, what it says of itself as an ELF file, what it embeds.
+def libraries_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
+    """Yields what is wrong with libraries: the files, what they say of themselves as ELF files, what they embed.
 
     Args:
       folder: the bundle's folder.
-      record: what the manifest says of the library.
       manifest: the bundle's manifest, in which `manifest_problems` finds nothing.
     """
+    for record in manifest.libraries:
+        yield from (f"library {record.file!r:.140}: {problem}" for problem in _problems(folder, record, manifest))
+
+
+def _problems(folder: Folder, record: LibraryRecord, manifest: Manifest) -> Iterator[str]:
     try:
         data = folder.read(record.file, MAX_LIBRARY_BYTES)
         facts, payload = read_facts(data), payload_of(data, record.file)

@@ -51,48 +51,68 @@ def prepare(module, weights, key, **options):
     return module.prepare_consumer(*weights, key.nb, key.has_delta, key.write, key.final, *EPS, *options.values())
 
 
-def test_every_variant_has_the_bits_of_the_cubin_path(cubins, module):
-    hidden, torch_seed = cubins.hidden, torch.manual_seed(11)
-    del torch_seed
-    weights = (normal(hidden), normal(hidden), normal(hidden))
-    checked = 0
-    for variant in bundle_variants(cubins.bundle.manifest):
-        key = variant.key
-        python = attnres_aot.PreparedAttnRes(weights, key, EPS, cubins)
-        twin = prepare(module, weights, key)
-        mailboxes = []
+class Twins:
+    """A consumer of the loader and one of the library, bound alike."""
+
+    def __init__(self, cubins, module, variant):
+        self.cubins, self.variant = cubins, variant
+        self.weights = (normal(cubins.hidden), normal(cubins.hidden), normal(cubins.hidden))
+        self.python = attnres_aot.PreparedAttnRes(self.weights, variant.key, EPS, cubins)
+        self.twin = prepare(module, self.weights, variant.key)
+        self.mailboxes = []
         if variant.slots:
-            mailboxes = [attnres_aot.new_mailbox(variant.slots, 64, hidden, "cuda") for _ in range(2)]
-            python.bind_ring(mailboxes[0])
-            twin.bind_ring(mailboxes[1])
+            self.mailboxes = [attnres_aot.new_mailbox(variant.slots, 64, cubins.hidden, "cuda") for _ in range(2)]
+            self.python.bind_ring(self.mailboxes[0])
+            self.twin.bind_ring(self.mailboxes[1])
         if variant.aux:
-            python.bind_aux()
-            twin.bind_aux()
+            self.python.bind_aux()
+            self.twin.bind_aux()
+
+    def bind_statistics(self, blocks):
+        outputs = (
+            torch.zeros(64, self.cubins.hidden, device="cuda"),
+            torch.zeros(64, 2, device="cuda"),
+        )
+        nb, rows = self.variant.key.nb, blocks.shape[0]
+        attnres_aot.PreparedStatistics(*self.weights[:2], EPS, *outputs, nb=nb, bundle=self.cubins).run(blocks)
+        self.python.bind_statistics(*outputs, [rows])
+        self.twin.bind_statistics(*outputs, [rows])
+        self.outputs = outputs  # the library does not keep them
+
+    def launch(self, consumer, operands):
+        tensors = operands if self.variant.aux else operands[:-1]
+        if self.variant.slots:
+            consumer.run_ring(*tensors[1:])
+        else:
+            consumer.run(*tensors)
+
+    def compare(self, rows):
+        key, hidden = self.variant.key, self.cubins.hidden
+        blocks = max(key.nb, -1 if key.write is None else key.write) + 1
+        given = [normal(rows, hidden), normal(rows, hidden), normal(rows, blocks, hidden), normal(rows, hidden)]
+        sets = [[tensor.clone() for tensor in given] + [torch.zeros_like(given[0])] for _ in range(2)]
+        if self.variant.stats:
+            self.bind_statistics(given[2])
+        if self.variant.slots:
+            source = normal(self.variant.slots, rows, hidden)
+            for mailbox in self.mailboxes:
+                mailbox[:, :rows] = source
+        self.launch(self.python, sets[0])
+        self.launch(self.twin, sets[1])
+        for name, one, other in zip(("delta", "prefix", "blocks", "out", "aux"), *sets, strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16)), f"{self.variant}, {rows} rows: {name}"
+        if self.mailboxes:
+            assert torch.equal(*[mailbox.view(torch.int32) for mailbox in self.mailboxes])
+
+
+def test_every_variant_has_the_bits_of_the_cubin_path(cubins, module):
+    torch.manual_seed(11)
+    variants = bundle_variants(cubins.bundle.manifest)
+    assert variants
+    for variant in variants:
+        twins = Twins(cubins, module, variant)
         for rows in ROWS:
-            blocks = max(key.nb, -1 if key.write is None else key.write) + 1
-            given = [normal(rows, hidden), normal(rows, hidden), normal(rows, blocks, hidden), normal(rows, hidden)]
-            sets = [[tensor.clone() for tensor in given] + [torch.zeros_like(given[0])] for _ in range(2)]
-            if variant.stats:
-                statistics = [torch.zeros(64, hidden, device="cuda"), torch.zeros(64, 2, device="cuda")]
-                attnres_aot.PreparedStatistics(*weights[:2], EPS, *statistics, nb=key.nb, bundle=cubins).run(given[2])
-                python.bind_statistics(*statistics, [rows])
-                twin.bind_statistics(*statistics, [rows])
-            if variant.slots:
-                source = normal(variant.slots, rows, hidden)
-                for mailbox in mailboxes:
-                    mailbox[:, :rows] = source
-            for run, run_ring, operands in (
-                (python.run, python.run_ring, sets[0]),
-                (twin.run, twin.run_ring, sets[1]),
-            ):
-                tensors = operands if variant.aux else operands[:-1]
-                (run_ring if variant.slots else run)(*(tensors[1:] if variant.slots else tensors))
-            for name, one, other in zip(("delta", "prefix", "blocks", "out", "aux"), *sets, strict=True):
-                assert torch.equal(one.view(torch.int16), other.view(torch.int16)), f"{variant}, {rows} rows: {name}"
-            if mailboxes:
-                assert torch.equal(*[mailbox.view(torch.int32) for mailbox in mailboxes])
-            checked += 1
-    assert checked == len(ROWS) * len(cubins.bundle.manifest.variants)
+            twins.compare(rows)
 
 
 def test_every_producer_has_the_bits_of_the_cubin_path(cubins, module):

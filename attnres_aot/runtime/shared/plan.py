@@ -40,7 +40,7 @@ class LibraryPlan(Plan):
         """
         device = order.device
         self._ordinal, self.idle = device.ordinal, []
-        self.make_slot = lambda: _Call(self._launched(launch))  # type: ignore[assignment, return-value]
+        self.make_slot = lambda: _Call(self._launched(launch))  # type: ignore[assignment]
         self.accepts, self.moved, self._check, self._what = order.accepts, order.moved, order.check, order.what
         self._driver, self._device = order.driver, device
         self.steps = (

@@ -137,8 +137,8 @@ def test_a_spin_budget_names_the_launch(stub, make, module, weights, key, operan
     record[:] = [arguments["fault_tag"], 2, 5, 3]
     text = module.ring_fault(0)
     assert text == (
-        "ring consumer nb2-delta-ring8 of tiny-sm_90 gave up on cuda:0 after 77 polls: slot 5, row 2, elements 24 to 31 "
-        "of its mailbox were not published"
+        "ring consumer nb2-delta-ring8 of tiny-sm_90 gave up on cuda:0 after 77 polls: slot 5, row 2, elements 24 to "
+        "31 of its mailbox were not published"
     )
     assert module.ring_fault(1) is None
     stub.fail("cuLaunchKernelEx", 719)

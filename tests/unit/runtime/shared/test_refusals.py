@@ -20,7 +20,8 @@ from attnres_aot.spec.variants import ConsumerKey
 HIDDEN = 1024
 BF16 = torch.bfloat16
 VARIANTS = (
-    "nb2-delta", "nb2-delta-write2", "nb2-delta-ring8", "nb2-delta-aux", "nb2-delta-stats", "nb0-write0", "nb2-delta-final",
+    "nb2-delta", "nb2-delta-write2", "nb2-delta-ring8", "nb2-delta-aux", "nb2-delta-stats", "nb0-write0",
+    "nb2-delta-final",
 )  # fmt: skip
 
 
@@ -54,6 +55,11 @@ class Case:
     change: Callable[[Any], dict[str, Any]]
 
 
+def shifted(given: Any) -> dict[str, Any]:
+    memory = zeros(4, HIDDEN)
+    return {"delta": memory[:3], "prefix": memory[1:]}
+
+
 RUN_CASES = (
     Case(name="fp32", change=lambda given: {"delta": given.delta.float()}),
     Case(name="fp16 and int", change=lambda given: {"out": given.out.half(), "prefix": given.prefix.int()}),
@@ -71,19 +77,14 @@ RUN_CASES = (
     Case(name="same output", change=lambda given: {"out": given.prefix}),
     Case(name="output in blocks", change=lambda given: {"out": given.blocks[:, 1]}),
     Case(name="prefix over blocks", change=lambda given: {"prefix": given.blocks[:, 0]}),
-    Case(name="shifted source", change=lambda given: shifted(given)),
+    Case(name="shifted source", change=shifted),
     Case(name="all at once", change=lambda given: {"delta": 1, "prefix": given.prefix.float(), "out": zeros(3, 8)}),
 )
 
 
-def shifted(given: Any) -> dict[str, Any]:
-    memory = zeros(4, HIDDEN)
-    return {"delta": memory[:3], "prefix": memory[1:]}
-
-
 @pytest.mark.parametrize("case", RUN_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "after a good launch"])
-def test_operands(stub, bundle, make, weights, key, operands, helpers, case, warm):
+def test_operands(stub, bundle, make, weights, key, operands, helpers, case, warm):  # noqa: PLR0917 - fixtures
     given = operands(rows=3)
     python, consumer = attnres_aot.PreparedAttnRes(weights, key, (1e-5, 1e-6), bundle), make(weights, key)
     if warm:
@@ -162,7 +163,9 @@ def test_no_mailbox_no_aux_and_too_many_rows(stub, bundle, make, weights, key, o
     consumer.bind_ring(helpers.gpu(mailbox))
     assert told(lambda: python.run_ring(*given.ring)) == told(lambda: consumer.run_ring(*gpu[1:]))
     for call in (consumer.run, consumer.run_ring):
-        with pytest.raises(TypeError, match=r"takes \((delta, )?prefix, blocks, out, aux=None\); 1 arguments were given"):
+        with pytest.raises(
+            TypeError, match=r"takes \((delta, )?prefix, blocks, out, aux=None\); 1 arguments were given"
+        ):
             call(gpu[0])
     assert stub.launch_count() == 0
 
@@ -190,7 +193,9 @@ def test_a_projection_of_one_row_is_taken(stub, bundle, make, weights, key, oper
     assert stub.launch().arguments()["query"] == weights[1].data_ptr()
 
 
-@pytest.mark.parametrize("eps", [(0.0, 1e-5), (1e-5, -1.0), (math.nan, 1e-5), (1e-5, math.inf), (True, 1e-5), (1e-31, 1.5)])
+@pytest.mark.parametrize(
+    "eps", [(0.0, 1e-5), (1e-5, -1.0), (math.nan, 1e-5), (1e-5, math.inf), (True, 1e-5), (1e-31, 1.5)]
+)
 def test_epsilons(bundle, make, weights, key, eps):
     assert told(lambda: attnres_aot.PreparedAttnRes(weights, key, eps, bundle)) == told(lambda: make(weights, key, eps))
 
