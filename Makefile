@@ -40,7 +40,7 @@ plan: $(BUILD_STAMP) ## show what `make build` would build
 	$(BUILD_VENV)/bin/attnres-aot plan $(addprefix --arch ,$(ARCH))
 
 test: $(TEST_STAMP) ## run the unit tests; no GPU needed
-	$(TEST_VENV)/bin/python -m pytest tests/unit $(PYTEST_FLAGS)
+	$(TEST_VENV)/bin/python -m pytest tests/unit --numprocesses auto --dist worksteal $(PYTEST_FLAGS)
 
 prove-ptx: $(TEST_STAMP) ## run the PTX of every image on the CPU, against fp64; some ten minutes, see docs/ptx_machine.md
 	$(TEST_VENV)/bin/python -W ignore tests/ptx_machine/prove.py $(PROVE_FLAGS)

@@ -25,7 +25,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 """The versions that pyproject.toml claims; a test compares."""
 EXTRAS = ("runtime", "inspect", "build")
 """Extras whose lowest versions are tested."""
-TOOLS = ("pytest", "hypothesis")
+TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
@@ -87,7 +87,19 @@ def needing_torch(python: Path) -> list[str]:
 
 def test(python: Path, ignored: Sequence[str]) -> bool:
     """Runs the tests but for those ignored; tells whether all passed."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit"]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "auto",
+        "--dist",
+        "worksteal",
+        "tests/unit",
+    ]
     command += [f"--ignore={path}" for path in ignored]
     return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnres_aot.selftest.reference import Operands
 from attnres_aot.spec.variants import Variant
 
 GUARD_BYTES = 4096
@@ -48,7 +49,7 @@ class Region:
     """Where one operand lies in the allocation."""
 
     name: str
-    """Field of `Views`."""
+    """Field of `Operands`."""
     dtype: torch.dtype
     """Element type."""
     shape: tuple[int, ...]
@@ -92,36 +93,10 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Views:
-    """The operands of one launch, as views."""
-
-    source: Tensor
-    """[rows, H], or the mailbox [slots, capacity, H], bf16."""
-    prefix: Tensor
-    """[rows, H] bf16."""
-    blocks: Tensor
-    """[rows, B, H] bf16."""
-    norm: Tensor
-    """[H] bf16."""
-    query: Tensor
-    """[H] bf16."""
-    out_norm: Tensor
-    """[H] bf16."""
-    out: Tensor
-    """[rows, H] bf16."""
-    aux: Tensor | None = None
-    """[rows, H] bf16 for aux variants."""
-    mixture: Tensor | None = None
-    """[capacity, H] fp32 for statistics variants."""
-    scal: Tensor | None = None
-    """[capacity, 2] fp32 for statistics variants."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Arena(Memory):
     """The memory of one launch of a consumer."""
 
-    views: Views
+    views: Operands
     """Operands as tensors."""
 
     def clone(self) -> Arena:
@@ -216,7 +191,7 @@ class _Planner:
 
 
 def _arena(memory: Memory) -> Arena:
-    views = Views(**{region.name: memory.tensor(region.name) for region in memory.regions})
+    views = Operands(**{region.name: memory.tensor(region.name) for region in memory.regions})
     return Arena(words=memory.words, regions=memory.regions, views=views)
 
 

@@ -12,7 +12,7 @@ from attnres_aot.errors import UsageError
 from attnres_aot.selftest import reference
 from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED, Arena, Layout, build_arena
 from attnres_aot.selftest.inputs import BANK_ROWS, FAMILIES, Bank, draw_bank
-from attnres_aot.selftest.reference import Expected, Operands
+from attnres_aot.selftest.reference import Expected
 from attnres_aot.spec.variants import Variant
 
 ROW_COUNTS = (1, 2, 3, 7, 16, 63, 64)
@@ -142,20 +142,7 @@ def prepare(case: Case, banks: Banks) -> Prepared:
         device=banks.device,
     )
     _fill(case, bank, arena)
-    views = arena.views
-    operands = Operands(
-        source=views.source,
-        prefix=views.prefix,
-        blocks=views.blocks,
-        norm=views.norm,
-        query=views.query,
-        out_norm=views.out_norm,
-        eps=case.eps,
-        out_eps=case.out_eps,
-        mixture=views.mixture,
-        scal=views.scal,
-    )
-    expected = reference.consume(case.variant, operands)
+    expected = reference.consume(case.variant, arena.views, (case.eps, case.out_eps))
     return Prepared(case=case, arena=arena, before=arena.clone(), expected=expected, bank=bank)
 
 

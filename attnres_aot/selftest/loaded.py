@@ -14,9 +14,10 @@ from attnres_aot.runtime.launch.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import publish
 from attnres_aot.runtime.statistics import statistics
-from attnres_aot.selftest.arena import Memory, Views
+from attnres_aot.selftest.arena import Memory
 from attnres_aot.selftest.cases import Case
 from attnres_aot.selftest.producers import ProducerCase
+from attnres_aot.selftest.reference import Operands
 
 SPIN_BUDGET = 1 << 22
 """Polls, of some hundred nanoseconds each, after which a ring kernel that is being checked gives up."""
@@ -49,7 +50,7 @@ class LoadedConsumer:
         """The GPU."""
         return self.loaded.device.device
 
-    def launch(self, case: Case, views: Views) -> None:
+    def launch(self, case: Case, views: Operands) -> None:
         """Binds and launches `case` once, the safe way (no programmatic dependent launch)."""
         self.bind(case, views)()
 
@@ -63,7 +64,7 @@ class LoadedConsumer:
         statistics(tensor("blocks"), *weights, case.eps, *written, nb=nb, bundle=self.loaded)
 
     def bind(
-        self, case: Case, views: Views, *, pdl: Pdl = False, spin_budget: int = SPIN_BUDGET
+        self, case: Case, views: Operands, *, pdl: Pdl = False, spin_budget: int = SPIN_BUDGET
     ) -> Callable[[], torch.Tensor]:
         """Binds everything that `case` needs and returns what launches it and returns `views.out`.
 

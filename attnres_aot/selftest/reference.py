@@ -34,7 +34,7 @@ SMALLEST_FP32 = 2.0**-149
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """What one launch reads; every tensor is on one device."""
+    """The tensors of one launch, all on one device."""
 
     source: Tensor
     """[rows, H] bf16, or the published mailbox [slots, capacity, H] bf16."""
@@ -48,14 +48,14 @@ class Operands:
     """[H] bf16."""
     out_norm: Tensor
     """[H] bf16."""
-    eps: float
-    """Added to the mean square of each source; used as fp32."""
-    out_eps: float
-    """Added to the mean square of the mixture; used as fp32."""
+    out: Tensor
+    """[rows, H] bf16, written."""
     mixture: Tensor | None = None
     """[capacity, H] fp32 for statistics variants."""
     scal: Tensor | None = None
     """[capacity, 2] fp32 (maximum logit, sum of exponentials) for statistics variants."""
+    aux: Tensor | None = None
+    """[rows, H] bf16 for aux variants, written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +100,17 @@ class ExactStatistics:
     """[rows] bool, as in `Expected`."""
 
 
-def consume(variant: Variant, operands: Operands) -> Expected:
+def consume(variant: Variant, operands: Operands, eps: tuple[float, float]) -> Expected:
     """Computes what a launch of `variant` must write.
 
     Args:
       variant: which consumer; its write index and aux option do not change the values.
       operands: inputs as they are before the launch.
+      eps: added to the mean square of each source, and to that of the mixture; used as fp32.
     """
     updated = updated_prefix(variant, operands)
     point = updated.double()
-    eps, out_eps = fp32(operands.eps), fp32(operands.out_eps)
+    under, out_eps = map(fp32, eps)
     weight = operands.norm.double() * operands.query.double()
     sources = [point]
     if variant.key.nb == 0:
@@ -119,7 +120,7 @@ def consume(variant: Variant, operands: Operands) -> Expected:
         assert operands.scal is not None
         rows = point.shape[0]
         maximum, total = operands.scal[:rows].double().unbind(-1)
-        logit, spread = _logits(point, weight, eps)
+        logit, spread = _logits(point, weight, under)
         values = torch.stack([operands.mixture[:rows].double() / total[:, None], point], 1)
         logits = torch.stack([maximum, logit], 1)
         spreads = torch.stack([torch.zeros_like(spread), spread], 1)
@@ -127,7 +128,7 @@ def consume(variant: Variant, operands: Operands) -> Expected:
         mix, error = _mix(values, logits, spreads, torch.stack([total, torch.ones_like(total)], 1))
     else:
         values = torch.cat([operands.blocks[:, : variant.key.nb].double(), point[:, None]], 1)
-        logits, spreads = _logits(values, weight, eps)
+        logits, spreads = _logits(values, weight, under)
         sources += values[:, :-1].unbind(1)
         mix, error = _mix(values, logits, spreads, torch.ones_like(logits))
     return Expected(

@@ -13,9 +13,9 @@ import torch
 from attnres_aot.bundle.manifest import Manifest
 from attnres_aot.errors import AttnResError, DriverError
 from attnres_aot.runtime.cuda.fault import read_fault
-from attnres_aot.selftest.arena import Views
 from attnres_aot.selftest.cases import Banks, Case, cases_for, prepare
 from attnres_aot.selftest.check import Verdict, judge, ulp_limit
+from attnres_aot.selftest.reference import Operands
 from attnres_aot.spec.variants import Variant, parse_variant
 
 LAUNCH_SECONDS = 20.0
@@ -27,7 +27,7 @@ MAX_PROBLEMS = 12
 class Consumer(Protocol):
     """Whatever launches a case: the loader on a GPU, or a simulation."""
 
-    def launch(self, case: Case, views: Views) -> None:
+    def launch(self, case: Case, views: Operands) -> None:
         """Launches `case` on the current stream; the inputs are in `views`, and so must be the results."""
 
 

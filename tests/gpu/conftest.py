@@ -47,6 +47,7 @@ def pytest_addoption(parser):
         default=os.environ.get("ATTNRES_AOT_STRESS", "") not in ("", "0"),
         help="run the stress tests with full counts",
     )
+    parser.addoption("--repeats", type=int, default=100, help="launches of each image whose bits are compared")
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from attnres_aot.selftest.cases import Case, draw_banks, prepare, refill
 from attnres_aot.selftest.check import judge
 from attnres_aot.selftest.inputs import FAMILIES
 from attnres_aot.selftest.loaded import LoadedConsumer
-from attnres_aot.selftest.reference import Operands
 from attnres_aot.selftest.suite import wait
 
 ROOT = Path(__file__).parents[2]
@@ -249,13 +248,7 @@ def test_a_ring_waits_for_late_publishers(name, choose, consumer, banks):
 
 
 def consume(case, views, source):
-    return reference.consume(
-        case.variant,
-        Operands(
-            source=source, prefix=views.prefix, blocks=views.blocks, norm=views.norm, query=views.query,
-            out_norm=views.out_norm, eps=case.eps, out_eps=case.out_eps, mixture=views.mixture, scal=views.scal,
-        ),
-    )  # fmt: skip
+    return reference.consume(case.variant, dataclasses.replace(views, source=source), (case.eps, case.out_eps))
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

@@ -23,7 +23,7 @@ from attnres_aot.selftest.check import judge
 from attnres_aot.selftest.inputs import FAMILIES
 from attnres_aot.selftest.suite import bundle_variants, image_variants, wait
 from attnres_aot.spec.variants import Variant
-from tests.support.ranks import publish_words
+from tests.support.ranks import EPS, publish_words
 from tests.support.soak import Soak
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_ring_soak(slots, pair, request, consumer, banks, seed, full, notes):
 
     def bind(bound):
         given = bound.operands
-        weights, eps = (given.norm, given.query, given.out_norm), (given.eps, given.out_eps)
+        weights, eps = (given.norm, given.query, given.out_norm), (EPS, EPS)
         prepared = PreparedAttnRes(weights, bound.variant.key, eps, consumer.loaded, pdl=bound.pdl)
         if bound.variant.stats:
             prepared.bind_statistics(given.mixture, given.scal, bound.rows)
@@ -107,9 +107,9 @@ def test_ring_soak(slots, pair, request, consumer, banks, seed, full, notes):
 
 
 @pytest.mark.parametrize("steep", [False, True], ids=["mild", "steep"])
-def test_equal_inputs_give_equal_bits_on_every_image(steep, consumer, banks, full, notes):
+def test_equal_inputs_give_equal_bits_on_every_image(steep, consumer, banks, full, notes, request):
     """All families of values, 100 launches of every image, or 1,000 with --stress; compared with the first launch."""
-    repeats = 1_000 if full else 100
+    repeats = 1_000 if full else request.config.getoption("--repeats")
     differing: list[str] = []
     images: set[str] = set()
     for variant in image_variants(consumer.bundle.manifest):

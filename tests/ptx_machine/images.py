@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import Memory, Views
+from attnres_aot.selftest.arena import Memory
 from attnres_aot.selftest.cases import Case
 from attnres_aot.selftest.producers import ProducerCase
+from attnres_aot.selftest.reference import Operands
 from attnres_aot.spec.params import KERNEL_PARAMS
 from attnres_aot.spec.variants import ConsumerSpec, ImageSpec, Variant, producer_spec_for
 from ptx_machine.machine import Launch
@@ -78,7 +79,7 @@ def vectors(view: Tensor, axis: int) -> int:
     return stride // VEC_BYTES
 
 
-def consumer_segment(variant: Variant, words: Tensor, views: Views, rows: int, *, early: bool) -> Segment:
+def consumer_segment(variant: Variant, words: Tensor, views: Operands, rows: int, *, early: bool) -> Segment:
     """The memory of a consumer's launch, with the rights that its contract gives."""
     memory = Segment.over(words)
     blocks, slots = views.blocks, variant.slots
@@ -132,7 +133,7 @@ class CompiledImages:
     steps: int = 200_000
     """Most steps of a launch."""
 
-    def launch(self, case: Case, views: Views) -> None:
+    def launch(self, case: Case, views: Operands) -> None:
         """Launches a consumer."""
         variant, rows, source = case.variant, case.rows, views.source
         assert self.spec is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnres_aot.bundle.manifest import Choice, Manifest
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import DENSE, SPARE_BLOCKS, Views
+from attnres_aot.selftest.arena import DENSE, SPARE_BLOCKS
 from attnres_aot.selftest.cases import Case
 from attnres_aot.selftest.check import ulp_limit
 from attnres_aot.selftest.reference import Expected, Operands
@@ -41,7 +41,7 @@ class Bare:
 
     case: Case
     """What is launched."""
-    views: Views
+    views: Operands
     """Operands on the device."""
     expected: Expected
     """What the launch must write, on the host."""
@@ -94,8 +94,7 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
         norm=norm,
         query=query,
         out_norm=out_norm,
-        eps=BARE_EPS,
-        out_eps=BARE_EPS,
+        out=torch.empty_like(prefix),
         mixture=mixture,
         scal=scal,
     )
@@ -104,7 +103,7 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
         return torch.empty(shape, dtype=dtype, device=device)
 
     capacity = rows + _SPARE_ROWS
-    views = Views(
+    views = Operands(
         source=empty(slots, capacity, hidden) if slots else empty(rows, hidden),
         prefix=empty(rows, hidden),
         blocks=empty(rows, max(nb, written + 1) + SPARE_BLOCKS, hidden),
@@ -118,7 +117,7 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
     )
     _put(variant, operands, views)
     case = Case(variant=variant, rows=rows, layout=DENSE, eps=BARE_EPS, out_eps=BARE_EPS, steep=False, start=0)
-    return Bare(case=case, views=views, expected=reference.consume(variant, operands))
+    return Bare(case=case, views=views, expected=reference.consume(variant, operands, (BARE_EPS, BARE_EPS)))
 
 
 def check_bare(bare: Bare, consumer: Consumer) -> list[str]:
@@ -187,7 +186,7 @@ def check_publish(
     return [] if _same_bits(mailbox[1, :rows].cpu(), expected[0]) else [f"publishing {rows} rows: wrong bits"]
 
 
-def _put(variant: Variant, operands: Operands, views: Views) -> None:
+def _put(variant: Variant, operands: Operands, views: Operands) -> None:
     """Copies inputs to the device, a contiguous piece at a time, which takes no kernel."""
     rows = views.out.shape[0]
     pieces = [(views.norm, operands.norm), (views.query, operands.query), (views.out_norm, operands.out_norm)]

@@ -19,7 +19,7 @@ from attnres_aot.spec.variants import Variant
 
 SETS = 6
 """Different contents of a round."""
-_EPS = 1e-5
+EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Material:
         """Returns what a round of `variant` reads."""
         bank, mixture, scal = self.bank, None, None
         if variant.stats:
-            made = reference.statistics(self.blocks, variant.key.nb, bank.norm, bank.query, _EPS)
+            made = reference.statistics(self.blocks, variant.key.nb, bank.norm, bank.query, EPS)
             mixture, scal = (each.contiguous() for each in made)
         return Operands(
             source=self.values[content],
@@ -78,8 +78,7 @@ class Material:
             norm=bank.norm,
             query=bank.query,
             out_norm=bank.out_norm,
-            eps=_EPS,
-            out_eps=_EPS,
+            out=torch.empty_like(self.prefixes[content, :rows]),
             mixture=mixture,
             scal=scal,
         )
@@ -152,7 +151,7 @@ class Rank:
         self.consume(rows, 0, pdl=False)
         wait(self.device, f"{self.variant} for {rows} rows by itself")
         prefix, out = self.work[:, :rows]
-        wanted = reference.consume(self.variant, self.material.operands(self.variant, content, rows))
+        wanted = reference.consume(self.variant, self.material.operands(self.variant, content, rows), (EPS, EPS))
         same = (prefix.view(torch.int16) == wanted.updated.view(torch.int16)) | wanted.updated.isnan()
         near = reference.ulp_distance(out, wanted.out) <= ulp_limit(self.variant)
         near |= (out >= wanted.low) & (out <= wanted.high)

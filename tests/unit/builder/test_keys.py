@@ -165,7 +165,7 @@ EDITS = [
     Edit("one kernel", "kernels/consumer.py", CONSTANT, {"consumer"}),
     Edit("another kernel", "kernels/publish.py", CONSTANT, {"publish"}),
     Edit("device code of all", "kernels/ptx.py", CONSTANT, set(KERNEL_PARAMS)),
-    Edit("device text", "kernels/ptx.py", changed("volatile", "other"), set(KERNEL_PARAMS)),
+    Edit("device text", "kernels/ptx.py", changed("relaxed", "other"), set(KERNEL_PARAMS)),
     Edit("how it is compiled", COMPILING, changed("--keep-ptx ", ""), ALL),
     Edit("how an operand is made", COMPILING, changed("assumed_align=16", "assumed_align=8"), ALL),
     Edit("what the process is", COMPILING, changed('environ["CUDA_VISIBLE_DEVICES"] = ""', "pass"), ALL),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import Views
 from attnres_aot.selftest.cases import Case
+from attnres_aot.selftest.reference import Operands
 from attnres_aot.spec.variants import Variant
 
 
@@ -27,9 +27,9 @@ class SimulatedConsumer:
     norm_by_fold: bool = False
     cut_out: bool = False
     report_overflow: bool = True
-    after: Callable[[Case, Views], None] = lambda case, views: None
+    after: Callable[[Case, Operands], None] = lambda case, views: None
 
-    def launch(self, case: Case, views: Views) -> None:
+    def launch(self, case: Case, views: Operands) -> None:
         variant, rows = case.variant, case.rows
         updated = self._updated(variant, views, rows)
         views.prefix.copy_(updated)
@@ -55,7 +55,7 @@ class SimulatedConsumer:
         views.out.copy_(out)
         self.after(case, views)
 
-    def _updated(self, variant: Variant, views: Views, rows: int) -> torch.Tensor:
+    def _updated(self, variant: Variant, views: Operands, rows: int) -> torch.Tensor:
         delta = views.source
         if variant.slots:
             order = self.slot_order(range(variant.slots))
@@ -70,7 +70,7 @@ class SimulatedConsumer:
             return (total.view(torch.int32) & -0x10000).view(torch.float32).bfloat16()
         return total.bfloat16()
 
-    def _mix(self, case: Case, views: Views, point: torch.Tensor) -> torch.Tensor:
+    def _mix(self, case: Case, views: Operands, point: torch.Tensor) -> torch.Tensor:
         nb = case.variant.key.nb
         if nb == 0:
             return point

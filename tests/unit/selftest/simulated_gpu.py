@@ -162,8 +162,9 @@ class Consumer:
     def _launch(self, source, slots, prefix, blocks, out, aux):
         from simulated_consumer import SimulatedConsumer
 
-        from attnres_aot.selftest.arena import DENSE, Views
+        from attnres_aot.selftest.arena import DENSE
         from attnres_aot.selftest.cases import Case
+        from attnres_aot.selftest.reference import Operands
 
         rows, (norm, query, out_norm) = out.shape[0], self.weights
         if rows == 0:
@@ -172,7 +173,7 @@ class Consumer:
         stats = rows in wanted
         variant = Variant(key=self.key, slots=slots, aux=self.aux, stats=stats)
         self.bundle.record(variant)  # a bundle without it would refuse
-        views = Views(
+        views = Operands(
             source=source, prefix=prefix, blocks=blocks, norm=norm, query=query, out_norm=out_norm, out=out, aux=aux,
             mixture=mixture if stats else None, scal=scal if stats else None,
         )  # fmt: skip

@@ -8,9 +8,10 @@ import torch
 from simulated_consumer import SimulatedConsumer
 
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED, Views
+from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED
 from attnres_aot.selftest.cases import ROW_COUNTS, Case, cases_for, prepare
 from attnres_aot.selftest.check import judge
+from attnres_aot.selftest.reference import Operands
 from attnres_aot.selftest.suite import check_case, check_variant
 from attnres_aot.spec.variants import parse_variant
 
@@ -38,17 +39,17 @@ def test_correct_consumer_passes(name, banks):
     assert result.ill_conditioned < 2e-3 * result.elements
 
 
-def _touch(field: str, index: tuple, value: float = 1.0) -> Callable[[Case, Views], None]:
-    def after(case: Case, views: Views) -> None:
+def _touch(field: str, index: tuple, value: float = 1.0) -> Callable[[Case, Operands], None]:
+    def after(case: Case, views: Operands) -> None:
         getattr(views, field)[index] = value
 
     return after
 
 
-def _beyond(field: str) -> Callable[[Case, Views], None]:
+def _beyond(field: str) -> Callable[[Case, Operands], None]:
     """Writes one element just after the last used row of an operand."""
 
-    def after(case: Case, views: Views) -> None:
+    def after(case: Case, views: Operands) -> None:
         view = getattr(views, field)
         offset = view.storage_offset() + case.rows * view.stride(0)
         view.as_strided((1,), (1,), offset).fill_(1.0)
@@ -56,19 +57,19 @@ def _beyond(field: str) -> Callable[[Case, Views], None]:
     return after
 
 
-def _before(field: str) -> Callable[[Case, Views], None]:
-    def after(case: Case, views: Views) -> None:
+def _before(field: str) -> Callable[[Case, Operands], None]:
+    def after(case: Case, views: Operands) -> None:
         view = getattr(views, field)
         view.as_strided((1,), (1,), view.storage_offset() - 1).fill_(1.0)
 
     return after
 
 
-def _stale_aux(case: Case, views: Views) -> None:
+def _stale_aux(case: Case, views: Operands) -> None:
     views.aux[case.rows - 1, :8] = float("nan")
 
 
-def _spread_nan(case: Case, views: Views) -> None:
+def _spread_nan(case: Case, views: Operands) -> None:
     """NaN leaks from a bad row into a neighbour."""
     bad = views.out.isnan().any(1).nonzero().flatten().tolist()
     views.out[(bad[0] + 1) % case.rows, 0] = float("nan")

@@ -39,7 +39,7 @@ VARIANTS = tuple(f"tests/gpu/test_all_variants.py::test_variant[{name}]" for nam
 PARTS = [
     Part("producers", ("tests/gpu/test_producers.py", "-k", f"not ({LEFT_OUT})"), 16, "| publish | 21 |"),
     Part("launching", ("tests/gpu/test_launching.py", "-k", f"not ({LEFT_OUT})"), 43),
-    Part("stress", ("tests/gpu/test_stress.py", "-k", "without_a_budget or equal_inputs"), 5),
+    Part("stress", ("tests/gpu/test_stress.py", "-k", "without_a_budget or equal_inputs", "--repeats", "4"), 5),
     Part("variants", VARIANTS, 2, "| all | 2 | 0 | 42 |"),
 ]  # fmt: skip
 

@@ -12,6 +12,9 @@ from attnres_aot.spec.variants import parse_variant
 H = 64
 
 
+EPS = (1e-5, 1e-6)
+
+
 def bf16(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bfloat16)
 
@@ -29,8 +32,7 @@ def operands(rows: int = 2, seed: int = 0, **changes) -> Operands:
         "norm": normal(H),
         "query": normal(H),
         "out_norm": normal(H),
-        "eps": 1e-5,
-        "out_eps": 1e-6,
+        "out": torch.empty(rows, H, dtype=torch.bfloat16),
     }
     return Operands(**{**given, **changes})
 
@@ -40,7 +42,7 @@ def by_hand(given: Operands, row: int, nb: int, *, final: bool = False) -> list[
     p = [float(x) for x in given.prefix[row] + given.source[row]]
     sources = [[float(x) for x in given.blocks[row, s]] for s in range(nb)] + [p]
     w = [float(n) * float(q) for n, q in zip(given.norm, given.query, strict=True)]
-    eps, out_eps = (float(torch.tensor(e, dtype=torch.float32)) for e in (given.eps, given.out_eps))
+    eps, out_eps = (float(torch.tensor(e, dtype=torch.float32)) for e in EPS)
     logits = [sum(x * y for x, y in zip(v, w, strict=True)) / (sum(x * x for x in v) / H + eps) ** 0.5 for v in sources]
     weights = [2.718281828459045 ** (logit - max(logits)) for logit in logits]
     mix = [sum(a * v[i] for a, v in zip(weights, sources, strict=True)) / sum(weights) for i in range(H)]
@@ -53,14 +55,14 @@ def by_hand(given: Operands, row: int, nb: int, *, final: bool = False) -> list[
 @pytest.mark.parametrize("nb", [1, 2, 3])
 def test_output_is_the_contract_by_hand(nb):
     given = operands()
-    found = reference.consume(parse_variant(f"nb{nb}-delta"), given)
+    found = reference.consume(parse_variant(f"nb{nb}-delta"), given, EPS)
     for row in range(2):
         assert found.exact[row].tolist() == pytest.approx(by_hand(given, row, nb), rel=1e-12)
 
 
 def test_no_saved_block_leaves_the_prefix_alone():
     given = operands()
-    found = reference.consume(parse_variant("nb0-write0"), given)
+    found = reference.consume(parse_variant("nb0-write0"), given, EPS)
     value = given.source.double()
     eps = float(torch.tensor(1e-6, dtype=torch.float32))
     wanted = value * (value.square().mean(-1, keepdim=True) + eps).rsqrt() * given.out_norm.double()
@@ -70,7 +72,7 @@ def test_no_saved_block_leaves_the_prefix_alone():
 
 def test_final_rounds_the_mixture_first():
     given = operands()
-    found = reference.consume(parse_variant("nb3-delta-final"), given)
+    found = reference.consume(parse_variant("nb3-delta-final"), given, EPS)
     assert found.exact[1].tolist() == pytest.approx(by_hand(given, 1, 3, final=True), rel=1e-12)
     assert found.exact[1].tolist() != pytest.approx(by_hand(given, 1, 3), rel=1e-4)
 
@@ -79,17 +81,17 @@ def test_final_rounds_the_mixture_first():
 def test_statistics_give_the_same_result(name):
     variant, with_statistics = parse_variant(name), parse_variant(f"{name}-stats")
     given = operands()
-    mixture, scal = reference.statistics(given.blocks, variant.key.nb, given.norm, given.query, given.eps)
-    plain = reference.consume(variant, given)
+    mixture, scal = reference.statistics(given.blocks, variant.key.nb, given.norm, given.query, EPS[0])
+    plain = reference.consume(variant, given, EPS)
     blind = operands(blocks=torch.full_like(given.blocks, float("nan")), mixture=mixture, scal=scal)
-    found = reference.consume(with_statistics, blind)
+    found = reference.consume(with_statistics, blind, EPS)
     tolerance = 1e-2 if variant.key.final else 2e-6
     assert torch.allclose(found.exact, plain.exact, rtol=tolerance, atol=1e-6)
 
 
 def test_statistics_follow_their_definition():
     given = operands()
-    mixture, scal = reference.statistics(given.blocks, 2, given.norm, given.query, given.eps)
+    mixture, scal = reference.statistics(given.blocks, 2, given.norm, given.query, EPS[0])
     values, w = given.blocks.double(), given.norm.double() * given.query.double()
     logits = [(values[:, s] * w).sum(-1) * (values[:, s].square().mean(-1) + 1e-5).rsqrt() for s in range(2)]
     top = torch.maximum(*logits)
@@ -178,7 +180,7 @@ def test_ulp_distance_counts_bf16_steps():
 
 
 def test_interval_is_tight_where_the_result_is_well_conditioned():
-    found = reference.consume(parse_variant("nb3-delta"), operands(rows=64))
+    found = reference.consume(parse_variant("nb3-delta"), operands(rows=64), EPS)
     width = reference.ulp_distance(found.low, found.high)
     assert (found.low <= found.out).all()
     assert (found.out <= found.high).all()
@@ -192,8 +194,8 @@ def test_interval_widens_where_logits_of_size_1e4_nearly_tie():
         rows=1,
         source=direction[None], blocks=other.expand(1, 3, H), norm=direction, query=(150 * direction).bfloat16(),
     )  # fmt: skip
-    found = reference.consume(parse_variant("nb1"), steep)
-    mild = reference.consume(parse_variant("nb1"), Operands(**{**_fields(steep), "query": direction}))
+    found = reference.consume(parse_variant("nb1"), steep, EPS)
+    mild = reference.consume(parse_variant("nb1"), Operands(**{**_fields(steep), "query": direction}), EPS)
     assert (found.high.double() - found.low.double()).mean() > (mild.high.double() - mild.low.double()).mean()
 
 

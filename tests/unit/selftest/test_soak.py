@@ -10,10 +10,11 @@ from simulated_consumer import SimulatedConsumer
 
 from attnres_aot.errors import CompileError, DriverError
 from attnres_aot.selftest import reference, suite
-from attnres_aot.selftest.arena import DENSE, Views
+from attnres_aot.selftest.arena import DENSE
 from attnres_aot.selftest.cases import Case
+from attnres_aot.selftest.reference import Operands
 from attnres_aot.spec.variants import parse_variant
-from tests.support.ranks import Bound, publish_words
+from tests.support.ranks import EPS, Bound, publish_words
 from tests.support.soak import Soak
 
 CAPACITY = 8
@@ -23,19 +24,19 @@ ROW_COUNTS = (1, 3, 8)
 class Simulation:
     """Binds simulated consumers; `defect` is called after every launch with its number, its views and its rows."""
 
-    def __init__(self, defect: Callable[[int, Views, int], None] = lambda number, views, rows: None) -> None:
+    def __init__(self, defect: Callable[[int, Operands, int], None] = lambda number, views, rows: None) -> None:
         self.number, self.defect = 0, defect
         self.rows: list[int] = []
 
     def bind(self, bound: Bound):
         def launch(prefix, blocks, out) -> None:
             given, rows = bound.operands, out.shape[0]
-            views = Views(
+            views = Operands(
                 source=bound.mailbox, prefix=prefix, blocks=blocks, norm=given.norm, query=given.query,
                 out_norm=given.out_norm, out=out, mixture=given.mixture, scal=given.scal,
             )  # fmt: skip
             case = Case(
-                variant=bound.variant, rows=rows, layout=DENSE, eps=given.eps, out_eps=given.out_eps, steep=False,
+                variant=bound.variant, rows=rows, layout=DENSE, eps=EPS, out_eps=EPS, steep=False,
                 start=0,
             )  # fmt: skip
             SimulatedConsumer().launch(case, views)
@@ -78,8 +79,8 @@ LATE = 2 * 6 * len(ROW_COUNTS) + 2 * 2 * 2 * len(ROW_COUNTS) + 7
 """A launch well after the set-up and the warm-up."""
 
 
-def once(change: Callable[[Views, int], None]) -> Callable[[int, Views, int], None]:
-    def defect(number: int, views: Views, rows: int) -> None:
+def once(change: Callable[[Operands, int], None]) -> Callable[[int, Operands, int], None]:
+    def defect(number: int, views: Operands, rows: int) -> None:
         if number == LATE:
             change(views, rows)
 
@@ -89,7 +90,7 @@ def once(change: Callable[[Views, int], None]) -> Callable[[int, Views, int], No
 @dataclass(frozen=True)
 class Defect:
     name: str
-    change: Callable[[Views, int], None]
+    change: Callable[[Operands, int], None]
 
 
 def _flip(tensor: torch.Tensor) -> None:
@@ -111,7 +112,7 @@ def test_one_wrong_launch_is_counted(defect, banks):
 
 
 def test_a_word_left_behind_shows_in_the_end(banks):
-    def leave(views: Views, rows: int) -> None:
+    def leave(views: Operands, rows: int) -> None:
         views.source.view(torch.int32)[1, rows - 1, 5] = 7
 
     simulation = Simulation(lambda number, views, rows: leave(views, rows) if number > LATE else None)
