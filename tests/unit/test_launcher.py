@@ -131,7 +131,9 @@ def test_what_is_no_library_is_refused(own, keep):
 
 def test_hosts_are_named_or_refused():
     assert parse_host("aarch64").name == "aarch64"
-    with pytest.raises(UsageError, match=r"'aarch' is no host \(did you mean 'aarch64'\?\); choose from x86_64, aarch64"):
+    with pytest.raises(
+        UsageError, match=r"'aarch' is no host \(did you mean 'aarch64'\?\); choose from x86_64, aarch64"
+    ):
         parse_host("aarch")
 
 
@@ -139,7 +141,9 @@ def test_without_a_compiler_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(compilers.shutil, "which", lambda name: None)
     monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
     foreign = next(host for host in HOSTS if host != this_host())
-    with pytest.raises(CompileError, match=rf"install Debian's g\+\+-{foreign.replace('_', '-')}-linux-gnu, or `pip inst"):
+    with pytest.raises(
+        CompileError, match=rf"install Debian's g\+\+-{foreign.replace('_', '-')}-linux-gnu, or `pip inst"
+    ):
         find_compiler(HOSTS[foreign])
     with pytest.raises(CompileError, match=r"install Debian's g\+\+, or `pip install ziglang`"):
         find_compiler(HOSTS[this_host()])
@@ -203,7 +207,9 @@ def emulator():
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     compiler = shutil.which("aarch64-linux-gnu-gcc")
     if not found or not compiler:
-        pytest.skip("needs qemu-user(-static) and gcc-aarch64-linux-gnu: `apt-get install qemu-user-static g++-aarch64-linux-gnu`")
+        pytest.skip(
+            "needs qemu-user(-static) and gcc-aarch64-linux-gnu: `apt-get install qemu-user-static g++-aarch64-linux-gnu`"
+        )
     return found, compiler
 
 
