@@ -31,7 +31,7 @@ TVM_FFI_FUNCTIONS = (
 """Everything that a library takes from libtvm_ffi."""
 
 _COMPILE = (
-    "-std=c++17", "-Os", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-std=c++17", "-O2", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
     "-fno-asynchronous-unwind-tables", "-fno-unwind-tables", "-fno-stack-protector", "-ffunction-sections",
     "-fdata-sections", "-g0",
 )  # fmt: skip

@@ -45,6 +45,8 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------- words --
 
+#define COLD __attribute__((noinline, cold))  // keeps what only failures need out of what every launch runs
+
 class Words {  // text that grows
  public:
   Words() = default;
@@ -57,7 +59,7 @@ class Words {  // text that grows
   bool empty() const { return size_ == 0; }
   void clear() { size_ = 0; }
 
-  Words& add(const char* text, size_t size) {
+  COLD Words& add(const char* text, size_t size) {
     if (size_ + size + 1 > room_) {
       room_ = 2 * (size_ + size + 1);
       text_ = static_cast<char*>(realloc(text_, room_));
@@ -68,9 +70,9 @@ class Words {  // text that grows
     text_[size_] = 0;
     return *this;
   }
-  Words& operator<<(const char* text) { return add(text, strlen(text)); }
+  COLD Words& operator<<(const char* text) { return add(text, strlen(text)); }
   Words& operator<<(const Words& other) { return add(other.c_str(), other.size()); }
-  Words& operator<<(int64_t number) { return format("%lld", static_cast<long long>(number)); }
+  COLD Words& operator<<(int64_t number) { return format("%lld", static_cast<long long>(number)); }
   Words& operator<<(int number) { return *this << static_cast<int64_t>(number); }
   Words& operator<<(uint32_t number) { return *this << static_cast<int64_t>(number); }
   __attribute__((format(printf, 2, 3))) Words& format(const char* form, ...) {
@@ -81,7 +83,7 @@ class Words {  // text that grows
     va_end(values);
     return add(buffer, size < 0 ? 0 : static_cast<size_t>(size));
   }
-  Words& line() { return empty() ? *this : *this << "\n"; }  // begins a line of a list of problems
+  COLD Words& line() { return empty() ? *this : *this << "\n"; }  // begins a line of a list of problems
 
  private:
   char* text_ = nullptr;

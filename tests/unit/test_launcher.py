@@ -179,7 +179,9 @@ PROGRAM = """
 #include <string.h>
 typedef struct { int32_t type; uint32_t size; union { int64_t number; void* pointer; char text[8]; }; } Any;
 static char said[4096];
-void TVMFFIErrorSetRaisedFromCStr(const char* kind, const char* text) { snprintf(said, sizeof said, "%s: %s", kind, text); }
+void TVMFFIErrorSetRaisedFromCStr(const char* kind, const char* text) {
+  snprintf(said, sizeof said, "%s: %s", kind, text);
+}
 int TVMFFIStringFromByteArray(const struct { const char* data; size_t size; }* bytes, Any* out) {
   snprintf(said, sizeof said, "%.*s", (int)bytes->size, bytes->data);
   out->type = 65;
@@ -207,9 +209,7 @@ def emulator():
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     compiler = shutil.which("aarch64-linux-gnu-gcc")
     if not found or not compiler:
-        pytest.skip(
-            "needs qemu-user(-static) and gcc-aarch64-linux-gnu: `apt-get install qemu-user-static g++-aarch64-linux-gnu`"
-        )
+        pytest.skip("needs Debian's qemu-user-static and g++-aarch64-linux-gnu")
     return found, compiler
 
 

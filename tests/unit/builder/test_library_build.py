@@ -1,4 +1,4 @@
-"""`build --format so`: the library in the bundle, what is made again and what is not, verification, one of several archs."""
+"""`build --format so`: the library in the bundle, what is made again, verification, one library of several archs."""
 
 from __future__ import annotations
 
