@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from attnres_aot.bundle.folder import Folder
-from attnres_aot.bundle.manifest import LibraryRecord, Manifest, dump_manifest
+from attnres_aot.bundle.manifest import MANIFEST_NAME, LibraryRecord, Manifest, dump_manifest
 from attnres_aot.bundle.reader import image_bytes
-from attnres_aot.bundle.shared_object import MAX_LIBRARY_BYTES, payload_of, read_payload
+from attnres_aot.bundle.shared_object import MAX_LIBRARY_BYTES, Embedded, payload_of, read_payload
 from attnres_aot.errors import BundleError
+from attnres_aot.launcher.compilers import HOSTS
 from attnres_aot.launcher.elf import facts_problems, read_facts, record_problems
 from attnres_aot.launcher.libraries import payload_for
+
+TABLE_CHANGED = "its table is not what this release makes of the manifest: it was changed, or another release built it"
+"""A problem of a library whose launcher would be told something else than the manifest says."""
+
+
+class EmbeddedFolder(Folder):
+    """A bundle inside a library, as the folder that it was made of."""
+
+    __slots__ = ("_files",)
+
+    def __init__(self, path: Path, embedded: Embedded) -> None:
+        self.path = path
+        self._files = {MANIFEST_NAME: embedded.manifest_bytes, **embedded.files}
+
+    def names(self) -> list[str]:
+        """Lists the files."""
+        return sorted(self._files)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Returns a file, of which reading the library has bounded the size."""
+        del max_bytes
+        return self._files[name]
+
+
+def file_problems(data: bytes, bundles: Sequence[Embedded]) -> Iterator[str]:
+    """Yields what is wrong with a library whatever manifest lists it: as an ELF file, and its tables.
+
+    Args:
+      data: the file, which holds a payload.
+      bundles: what is inside.
+    """
+    facts = read_facts(data)
+    host = next((host.name for host in HOSTS.values() if host.machine == facts.machine), facts.machine)
+    yield from facts_problems(facts, host, facts.soname)
+    if payload_of(data, facts.soname) != payload_for([(each.manifest, each.files) for each in bundles]):
+        yield TABLE_CHANGED
 
 
 def libraries_problems(folder: Folder, manifest: Manifest) -> Iterator[str]:
@@ -56,4 +94,4 @@ def _content_problems(folder: Folder, payload: bytes, manifest: Manifest, name: 
         changed = sorted(file for file, data in files.items() if bundles[0].files[file] != data)
         yield f"it embeds other images than the bundle's: {', '.join(changed[:5])}"
     elif payload != payload_for([(bare, files)]):
-        yield "its table is not what this release makes of the manifest: it was changed, or another release built it"
+        yield TABLE_CHANGED

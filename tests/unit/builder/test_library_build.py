@@ -129,6 +129,7 @@ def test_one_library_of_several_archs(cli):
         read_bundle(f"artifacts/tiny-{arch}").files for arch in ("sm_90", "sm_100")
     ]
     assert [file.name for file in Path("artifacts").glob("*/*.so")] == []
+    assert {line.split(":")[0] for line in verify_bundle(path).problems} <= {"sm_90", "sm_100"}  # test cubins lie
     status, out, _ = cli("--arch", "sm_90,sm_100", "--format", "so", "--fat", "--json")
     assert json.loads(out)["fat"] == [str(path)]
 
