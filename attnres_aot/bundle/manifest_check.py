@@ -73,7 +73,8 @@ def _library_problems(library: LibraryRecord) -> Iterator[str]:
 def _name_problems(manifest: Manifest) -> Iterator[str]:
     for what, names in (
         ("image name", (image.name for image in manifest.images)),
-        ("file", (record.file for record in manifest.files)),
+        ("image file", (image.file for image in manifest.images)),
+        ("library file", (library.file for library in manifest.libraries)),
         ("variant name", (variant.name for variant in manifest.variants)),
         ("producer name", (producer.name for producer in manifest.producers)),
         ("table", (f"tp {table.tp}, dcp {table.dcp}" for table in manifest.tables)),
