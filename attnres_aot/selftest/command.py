@@ -91,7 +91,7 @@ def check_bundle(
     made: list[ProducerResult] = []
     whole = len(results) == len(chosen.variants)  # a lost device ends the run
     for found in check_producers(chosen.producers if whole else (), consumer, banks, request.rows):
-        show(report.producer_row(found, width))
+        show(report.text_row(found, width))
         made.append(found)
     return results, made
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnres_aot.columns import line
 from attnres_aot.selftest.producers import ProducerResult
 from attnres_aot.selftest.suite import VariantResult
 from attnres_aot.spec.variants import Variant
@@ -88,28 +89,28 @@ def totals(results: Sequence[VariantResult]) -> list[Total]:
     return [*rows, total("all", results)]
 
 
+_HEADING = ("launches", "worst ulp", "relative error", "fp32-limited")
+
+
 def text_header(width: int) -> str:
     """Returns the head of the table whose rows `text_row` formats, for names of up to `width` characters."""
-    return f"{'variant':<{width}}  launches  worst ulp  relative error  fp32-limited  result"
+    return _row("variant", _HEADING, "result", width)
 
 
-def text_row(result: VariantResult, width: int) -> str:
-    """Formats one variant as a table row, with a line per problem under it."""
-    ulp = f"{result.worst_ulp} of {result.ulp_limit}"
-    row = (
-        f"{result.variant!s:<{width}}  {result.cases:>8}  {ulp:>9}  {result.relative_error:>14.3e}  "
-        f"{result.ill_conditioned:>12}  {'FAILED' if result.problems else 'ok'}"
-    )
+def text_row(result: VariantResult | ProducerResult, width: int) -> str:
+    """Formats one variant or producer as a table row, with a line per problem under it."""
+    if isinstance(result, VariantResult):
+        name, ulp = str(result.variant), f"{result.worst_ulp} of {result.ulp_limit}"
+        limited = str(result.ill_conditioned)
+    else:
+        name, ulp, limited = str(result.producer), "-", "-"
+    cells = (str(result.cases), ulp, f"{result.relative_error:.3e}", limited)
+    row = _row(name, cells, "FAILED" if result.problems else "ok", width)
     return "\n".join([row, *(f"    {problem}" for problem in result.problems)])
 
 
-def producer_row(result: ProducerResult, width: int) -> str:
-    """Formats one producer as a row of the same table."""
-    row = (
-        f"{result.producer!s:<{width}}  {result.cases:>8}  {'-':>9}  {result.relative_error:>14.3e}  "
-        f"{'-':>12}  {'FAILED' if result.problems else 'ok'}"
-    )
-    return "\n".join([row, *(f"    {problem}" for problem in result.problems)])
+def _row(name: str, cells: Sequence[str], outcome: str, width: int) -> str:
+    return line((name, *cells), (width, *map(len, _HEADING))) + f"  {outcome}"
 
 
 def summary_line(results: Sequence[VariantResult], producers: Sequence[ProducerResult] = ()) -> str:
