@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from attnres_aot.bench.compare import Comparison, Ratio
 from attnres_aot.bench.points import Series, label
 from attnres_aot.bench.results import WARM, ColdStart, Context, HostCost, Key, Report, Setting, Soak, Timing
+from attnres_aot.columns import line, table
 from attnres_aot.runtime.launch.pdl import Pdl, pdl_name
 
 _CELL = 8
@@ -24,13 +25,17 @@ def setting_line(setting: Setting) -> str:
 
 def table_head(title: str, rows: Sequence[int], width: int) -> list[str]:
     """Returns the title and head of a table with one column per row count."""
-    return ["", title, f"{'rows':<{width}}" + "".join(f"{count:>{_CELL}}" for count in rows)]
+    return ["", title, _line("rows", map(str, rows), width)]
 
 
 def table_line(name: str, values: Mapping[int, float], rows: Sequence[int], width: int, digits: int = 2) -> str:
     """Formats one line of a table; a row count without a value stays empty."""
-    cells = (f"{values[count]:>{_CELL}.{digits}f}" if count in values else " " * _CELL for count in rows)
-    return f"{name:<{width}}" + "".join(cells)
+    return _line(name, (f"{values[count]:.{digits}f}" if count in values else "" for count in rows), width)
+
+
+def _line(name: str, cells: Iterable[str], width: int) -> str:
+    shown = (name, *cells)
+    return line(shown, [width, *[_CELL] * (len(shown) - 1)], gap="")
 
 
 def group_title(*, ring: bool, pdl: Pdl, l2: str) -> str:
@@ -80,13 +85,11 @@ def floor_lines(timings: Sequence[Timing], rows: Sequence[int], width: int) -> l
 
 def host_lines(costs: Sequence[HostCost]) -> list[str]:
     """Shows host costs."""
-    width = max(len(cost.name) for cost in costs) + 2
-    lines = ["", "Host cost of one launch", f"{'':<{width}}{'us':>8}{'x bare':>9}{'limit':>8}"]
+    rows = [("", "us", "x bare", "limit", "")]
     for cost in costs:
         limit = "" if cost.limit is None else f"{cost.limit:.1f}"
-        mark = "  OVER" if cost.over else ""
-        lines.append(f"{cost.name:<{width}}{cost.us:>8.2f}{cost.ratio:>9.2f}{limit:>8}{mark}".rstrip())
-    return lines
+        rows.append((cost.name, f"{cost.us:.2f}", f"{cost.ratio:.2f}", limit, "OVER" if cost.over else ""))
+    return ["", "Host cost of one launch", *table(rows)]
 
 
 def cold_lines(cold: ColdStart) -> list[str]:
@@ -121,14 +124,12 @@ def comparison_lines(comparison: Comparison, old: str, threshold: float) -> list
     lines = ["", f"Compared with {old}: time now / time then"]
     if not comparison.groups:
         return [*lines, "nothing in common: no number of one result is in the other"]
-    width = max(len(group.name) for group in comparison.groups) + 2
-    lines.append(f"{'':<{width}}{'points':>8}{'geo. mean':>11}{'not slower':>12}{'best':>8}{'worst':>8}")
+    rows = [("", "points", "geo. mean", "not slower", "best", "worst")]
     for group in comparison.groups:
         ratios = [ratio.ratio for ratio in group.ratios]
-        lines.append(
-            f"{group.name:<{width}}{len(ratios):>8}{group.mean:>11.3f}{group.not_slower:>12}"
-            f"{min(ratios):>8.3f}{max(ratios):>8.3f}"
-        )
+        mean, best, worst = (f"{number:.3f}" for number in (group.mean, min(ratios), max(ratios)))
+        rows.append((group.name, str(len(ratios)), mean, str(group.not_slower), best, worst))
+    lines += table(rows)
     for group in comparison.groups:
         lines += ratio_table(group.name, group.ratios, threshold)
     lines += ["", f"{len(comparison.slower)} slower by more than {threshold:.0%}"]
@@ -147,7 +148,7 @@ def ratio_table(name: str, ratios: Sequence[Ratio], threshold: float) -> list[st
     lines = table_head(f"Ratios: {name}", rows, width)
     for variant in dict.fromkeys(ratio.key.variant for ratio in ratios):
         cells = {ratio.key.rows: _cell(ratio.ratio, threshold) for ratio in ratios if ratio.key.variant == variant}
-        lines.append(f"{variant:<{width}}" + "".join(f"{cells.get(count, ''):>{_CELL}}" for count in rows).rstrip())
+        lines.append(_line(variant, (cells.get(count, "") for count in rows), width))
     return lines
 
 

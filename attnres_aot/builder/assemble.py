@@ -11,17 +11,16 @@ from attnres_aot.bundle.manifest import (
     IMAGE_SUFFIX,
     SCHEMA,
     ArchRecord,
-    Choice,
     ImageRecord,
     MailboxRecord,
     Manifest,
     ModelRecord,
-    ProducerRecord,
     SelectionRecord,
     TableRecord,
     VariantRecord,
 )
-from attnres_aot.plan.plan import Plan, PlannedVariant
+from attnres_aot.plan.plan import Plan
+from attnres_aot.plan.records import producer_record, variant_record
 from attnres_aot.plan.settings import Deployment
 from attnres_aot.spec.arch import Arch
 from attnres_aot.spec.params import KERNEL_PARAMS, Param
@@ -88,7 +87,7 @@ def assemble(
     """
     config, selection = plan.config, plan.selection
     model, mailbox = config.model, config.mailbox
-    variants = tuple(_variant_record(planned) for planned in plan.variants)
+    variants = tuple(map(variant_record, plan.variants))
     held = _statistics_held(variants)
     return Manifest(
         schema=SCHEMA,
@@ -117,16 +116,7 @@ def assemble(
         abis={kernel: abis[kernel] for kernel in sorted({image.kernel for image in images})},
         images=tuple(images),
         variants=variants,
-        producers=tuple(
-            ProducerRecord(
-                name=str(planned.producer),
-                kernel=planned.producer.kernel,
-                nb=planned.producer.nb,
-                choices=(Choice(image=str(planned.spec), max_rows=None),),
-                deployments=planned.deployments,
-            )
-            for planned in plan.producers
-        ),
+        producers=tuple(map(producer_record, plan.producers)),
     )
 
 
@@ -166,21 +156,4 @@ def _table_record(deployment: Deployment, held: frozenset[int]) -> TableRecord:
         dcp=deployment.dcp,
         attn_stats=str(rows) if used else "",
         attn_stats_blocks=str(blocks) if used else "",
-    )
-
-
-def _variant_record(planned: PlannedVariant) -> VariantRecord:
-    variant = planned.variant
-    key = variant.key
-    return VariantRecord(
-        name=str(variant),
-        nb=key.nb,
-        has_delta=key.has_delta,
-        write=key.write,
-        final=key.final,
-        slots=variant.slots,
-        aux=variant.aux,
-        stats=variant.stats,
-        choices=tuple(Choice(image=str(choice.spec), max_rows=choice.max_rows) for choice in planned.choices),
-        deployments=planned.deployments,
     )

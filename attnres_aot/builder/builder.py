@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnres_aot.builder.assemble import assemble, prove_record
@@ -25,6 +25,7 @@ from attnres_aot.bundle.manifest import MANIFEST_NAME, ImageRecord, Manifest, du
 from attnres_aot.bundle.reader import read_manifest_bytes
 from attnres_aot.bundle.writer import check_replaceable, has_leftovers, hold_target, work_folder, write_bundle
 from attnres_aot.errors import BundleError, CompileError
+from attnres_aot.launcher.libraries import find_libraries, make_libraries
 from attnres_aot.plan.plan import Plan
 
 _SHOWN_NAMES = 3
@@ -44,6 +45,8 @@ class BuildRequest:
     """Compile everything again, and replace a bundle though something that it holds is lost."""
     keep_going: bool = False
     """After a failure, go on with the other images."""
+    hosts: tuple[str, ...] = ()
+    """Names of hosts for which a shared object is made, too."""
 
     @property
     def path(self) -> Path:
@@ -147,6 +150,9 @@ def _build_alone(request: BuildRequest, facts: BuildFacts, progress: Progress, s
         if not run.failures:
             manifest = assemble(request.plan, facts, run.records())
             files = {record.file: run.images[record.name].cubin for record in manifest.images}
+            libraries = make_libraries([(manifest, files)], request.hosts)
+            manifest = replace(manifest, libraries=tuple(library.record for library in libraries))
+            files |= {library.record.file: library.data for library in libraries}
             run.warnings = write_bundle(target, manifest, files)
             run.store.clear()
             size = _size_bytes(manifest)
@@ -261,11 +267,16 @@ def _is_unchanged(request: BuildRequest, facts: BuildFacts, inventory: Inventory
         records = [prove_record(wanted, image.cubin, request.plan.arch, facts.flavour) for wanted, image in images]
     except CompileError:
         return False
-    names = {MANIFEST_NAME, *(record.file for record in records)}
+    manifest = assemble(request.plan, facts, records)
+    files = {record.file: image.cubin for record, (_, image) in zip(records, images, strict=True)}
+    libraries = find_libraries([(manifest, files)], request.hosts, request.path, inventory.bundle.manifest)
+    if len(libraries) != len(request.hosts):
+        return False
+    manifest = replace(manifest, libraries=tuple(library.record for library in libraries))
+    names = {MANIFEST_NAME, *(record.file for record in manifest.files)}
     if {entry.name for entry in request.path.iterdir()} != names:
         return False
-    data = dump_manifest(assemble(request.plan, facts, records))
-    return inventory.bundle.manifest_sha256 == hashlib.sha256(data).hexdigest()
+    return inventory.bundle.manifest_sha256 == hashlib.sha256(dump_manifest(manifest)).hexdigest()
 
 
 def _refuse_to_lose_variants(request: BuildRequest, inventory: Inventory) -> None:
@@ -310,4 +321,5 @@ def _unchanged_report(request: BuildRequest, decided: tuple[Step, ...], start: f
 
 
 def _size_bytes(manifest: Manifest) -> int:
-    return sum(image.size for image in manifest.images) + len(dump_manifest(manifest))
+    sizes = [record.size for record in manifest.files]
+    return sum(sizes) + len(dump_manifest(manifest))

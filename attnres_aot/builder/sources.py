@@ -32,6 +32,7 @@ RULES = (
     "builder/keys.py",
     "kernels/compile.py",
     "plan/plan.py",
+    "plan/records.py",
     "plan/settings.py",
     "spec/params.py",
     "spec/tables.py",

@@ -28,6 +28,8 @@ MAX_PARAMS = 128
 """Most parameters of one kernel."""
 MAX_TOOLCHAIN = 64
 """Most components of the toolchain."""
+MAX_LIBRARIES = 16
+"""Most shared objects."""
 MAX_TEXT_CHARS = 256
 """Longest text of any other kind: a parameter's name, a component's version."""
 MAX_NUMBER = 1 << 31
@@ -43,6 +45,11 @@ def size_problems(manifest: Manifest) -> Iterator[str]:
         ("tables", len(manifest.tables), MAX_DEPLOYMENTS),
         ("abis", len(manifest.abis), MAX_ABIS),
         ("toolchain", len(manifest.toolchain), MAX_TOOLCHAIN),
+        ("libraries", len(manifest.libraries), MAX_LIBRARIES),
+        *(
+            (f"names of library {each.file:.80}", len(each.needed) + len(each.exports), MAX_TEXT_CHARS)
+            for each in manifest.libraries
+        ),
         ("mailbox.slots", len(manifest.mailbox.slots), MAX_TEXT_CHARS),
         *((f"selection.{name}", len(part), MAX_TEXT_CHARS) for name, part in _selected(manifest)),
         ("bytes of images", sum(image.size for image in manifest.images), MAX_BUNDLE_BYTES),

@@ -24,6 +24,8 @@ MANIFEST_NAME = "manifest.json"
 """File name of the manifest in a bundle folder."""
 IMAGE_SUFFIX = ".cubin"
 """What follows an image's name in the name of its file."""
+LIBRARY_SUFFIX = ".so"
+"""How the file name of a shared object ends."""
 MAX_MANIFEST_BYTES = 8 << 20
 """Largest manifest that a reader accepts; Kimi K3's has 0.2 MB."""
 DIGEST_FIELD = "sha256"
@@ -206,6 +208,30 @@ class ProducerRecord:
 
 
 @record(frozen=True, slots=True, kw_only=True)
+class LibraryRecord:
+    """One shared object: all images of the bundle, and what launches them, for one kind of host."""
+
+    file: str
+    """File name within the bundle folder."""
+    sha256: str
+    """Lower-case hex digest of the file."""
+    size: int
+    """Bytes of the file."""
+    host: str
+    """Machine that it is for, as `uname -m` calls it."""
+    needed: tuple[str, ...]
+    """Libraries that it needs, as they stand in it."""
+    glibc: str
+    """The oldest glibc that has every symbol which it takes, e.g. `2.14`."""
+    exports: tuple[str, ...]
+    """Names that it exports, ascending."""
+    compiler: str
+    """What compiled it."""
+    build_key: str
+    """sha256 of everything that decides its bytes."""
+
+
+@record(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything that a bundle promises."""
 
@@ -241,6 +267,13 @@ class Manifest:
     """Consumers that a caller can ask for."""
     producers: tuple[ProducerRecord, ...]
     """Producers that a caller can ask for."""
+    libraries: tuple[LibraryRecord, ...] = ()
+    """Shared objects of the same images, ascending by file name."""
+
+    @property
+    def files(self) -> tuple[ImageRecord | LibraryRecord, ...]:
+        """Records of all files beside the manifest."""
+        return (*self.images, *self.libraries)
 
 
 def canonical_json(value: Any) -> str:

@@ -14,7 +14,7 @@ from itertools import islice
 
 from attnres_aot.bundle.image_check import ImageFit, fit_of, image_problems, spec_of
 from attnres_aot.bundle.limits import size_problems
-from attnres_aot.bundle.manifest import Choice, Manifest, ProducerRecord, VariantRecord
+from attnres_aot.bundle.manifest import Choice, LibraryRecord, Manifest, ProducerRecord, VariantRecord
 from attnres_aot.bundle.names import is_digest, name_problem
 from attnres_aot.errors import UsageError
 from attnres_aot.spec.arch import parse_arch
@@ -54,12 +54,27 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield from (f"variant {variant.name!r:.80}: {problem}" for problem in _variant_problems(variant, fits))
     for producer in manifest.producers:
         yield from (f"producer {producer.name!r:.80}: {problem}" for problem in _producer_problems(producer, fits))
+    for library in manifest.libraries:
+        yield from (f"library {library.file!r:.80}: {problem}" for problem in _library_problems(library))
+
+
+def _library_problems(library: LibraryRecord) -> Iterator[str]:
+    if (problem := name_problem(library.file)) is not None:
+        yield f"file {problem}"
+    if not library.file.endswith(f".{library.host}.so"):
+        yield f"its name does not end in the host and `.so`: {library.host!r:.40}"
+    if library.size < 1:
+        yield f"size is {library.size}; 1 or more is possible"
+    for field, digest in (("sha256", library.sha256), ("build_key", library.build_key)):
+        if not is_digest(digest):
+            yield f"{field} {digest!r:.80} is not a lower-case sha256 digest"
 
 
 def _name_problems(manifest: Manifest) -> Iterator[str]:
     for what, names in (
         ("image name", (image.name for image in manifest.images)),
         ("image file", (image.file for image in manifest.images)),
+        ("library file", (library.file for library in manifest.libraries)),
         ("variant name", (variant.name for variant in manifest.variants)),
         ("producer name", (producer.name for producer in manifest.producers)),
         ("table", (f"tp {table.tp}, dcp {table.dcp}" for table in manifest.tables)),

@@ -30,11 +30,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnres_aot.bundle.lock import take_lock
-from attnres_aot.bundle.manifest import IMAGE_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
+from attnres_aot.bundle.manifest import IMAGE_SUFFIX, LIBRARY_SUFFIX, MANIFEST_NAME, Manifest, dump_manifest
 from attnres_aot.bundle.manifest_check import manifest_problems
 from attnres_aot.bundle.reader import read_manifest_bytes
 from attnres_aot.bundle.swap import beside, clean_up, discard, flush_folder, leftovers, new_folder, swap
 from attnres_aot.errors import BundleError
+
+SUFFIXES = (IMAGE_SUFFIX, LIBRARY_SUFFIX)
+"""How the names of a bundle's files end, those of images and of libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +159,12 @@ def _was_bundle(path: Path) -> bool:
 
 
 def strange_entries(path: Path) -> list[str]:
-    """Lists the names in the folder `path` that are neither a manifest nor an image file."""
+    """Lists the names in the folder `path` that are neither a manifest nor the file of an image or a library."""
     with os.scandir(path) as entries:
         return sorted(
             entry.name
             for entry in entries
-            if not (entry.name == MANIFEST_NAME or entry.name.endswith(IMAGE_SUFFIX)) or entry.is_dir()
+            if not (entry.name == MANIFEST_NAME or entry.name.endswith(SUFFIXES)) or entry.is_dir()
         )
 
 
@@ -209,14 +212,14 @@ def _unwritable(path: Path, error: OSError) -> BundleError:
 
 def _check_files(manifest: Manifest, images: Mapping[str, bytes]) -> None:
     problems = manifest_problems(manifest)
-    promised = {image.file: image for image in manifest.images}
+    promised = {record.file: record for record in manifest.files}
     problems += [f"file {name!r} is not in the manifest" for name in sorted(images.keys() - promised.keys())]
     problems += [f"file {name!r} is missing" for name in sorted(promised.keys() - images.keys())]
     for name, data in images.items():
         image = promised.get(name)
         if image and (image.size, image.sha256) != (len(data), hashlib.sha256(data).hexdigest()):
             problems.append(f"file {name!r} is not the one that the manifest describes")
-        if not name.endswith(IMAGE_SUFFIX):
-            problems.append(f"file {name!r} does not end in {IMAGE_SUFFIX}")
+        if not name.endswith(SUFFIXES):
+            problems.append(f"file {name!r} does not end in {' or '.join(SUFFIXES)}")
     if problems:
         raise BundleError("not a bundle that can be written:" + "".join(f"\n  {line}" for line in problems))

@@ -20,11 +20,13 @@ from attnres_aot.builder.quotas import usable_cores, usable_memory
 from attnres_aot.builder.report import BuildReport
 from attnres_aot.builder.unfailing import UnfailingProgress
 from attnres_aot.bundle.manifest import to_json
+from attnres_aot.cli.library_options import LibraryOptions, library_options
 from attnres_aot.cli.options import Number, arch_option, config_option, json_option, selection_options
 from attnres_aot.cli.streams import Teller, tell
 from attnres_aot.cli.wording import count, error_text, megabytes
 from attnres_aot.config.reader import load_config
 from attnres_aot.errors import AttnResError
+from attnres_aot.launcher.fat import make_fat
 from attnres_aot.plan.plan import Selection, plan
 from attnres_aot.spec.arch import Arch
 from attnres_aot.spec.toolkits import DEFAULT_FLAVOUR, FLAVOURS
@@ -73,12 +75,14 @@ JOB_BYTES = 400_000_000
     help="Which of the compiler's libraries compiles, by the CUDA version of its assembler; code of cu13 needs a "
     "driver for CUDA 13.0 or later.",
 )
+@library_options
 @selection_options
 @json_option
 def command(
     archs: tuple[Arch, ...],
     config_path: Path,
     selection: Selection,
+    libraries: LibraryOptions,
     *,
     dry_run: bool,
     as_json: bool,
@@ -90,13 +94,17 @@ def command(
     Needs no GPU. What an earlier build has left is used: unchanged images of an existing bundle, and finished images
     of a build that was interrupted. A bundle is replaced in one step, once its images are all there and proven.
     With --tp, --dcp or --only the bundle holds that part alone; it replaces none that holds more, unless forced.
+    With --format so the bundle also holds a shared object of the same images, for C++, Rust, JAX and others.
     """
-    requests = _requests(archs, config_path, selection, **options)
+    libraries.check(archs)
+    hosts = () if libraries.fat else libraries.hosts
+    requests = _requests(archs, config_path, selection, hosts=hosts, **options)
     facts = gather_facts(flavour)
     if dry_run:
         return _show_previews(requests, facts, as_json=as_json)
     signal.signal(signal.SIGTERM, _interrupt)
     reports: list[BuildReport] = []
+    fat: list[str] = []
     progress = UnfailingProgress(choose_progress())
     teller = Teller()
     try:
@@ -106,9 +114,15 @@ def command(
             _show(report, None if as_json else teller)
             if not report.done and not request.keep_going:
                 break
+        if libraries.fat and len(reports) == len(requests) and all(report.done for report in reports):
+            for path in make_fat([request.path for request in requests], libraries.hosts, requests[0].out):
+                fat.append(str(path))
+                if not as_json:
+                    teller.say(f"{path}: {', '.join(map(str, archs))}, {megabytes(path.stat().st_size)}")
     finally:  # also after Ctrl-C: what is built is told
         if as_json:
-            teller.say(json.dumps({"bundles": [to_json(report) for report in reports]}, indent=1))
+            shown = {"bundles": [to_json(report) for report in reports], **({"fat": fat} if libraries.fat else {})}
+            teller.say(json.dumps(shown, indent=1))
         teller.close()
     return 0 if all(report.done for report in reports) else 1
 
@@ -126,6 +140,7 @@ def _requests(
     config_path: Path,
     selection: Selection,
     *,
+    hosts: tuple[str, ...],
     out: Path,
     jobs: int | None,
     force: bool,
@@ -141,6 +156,7 @@ def _requests(
             pool=PoolSettings(workers=workers, job_seconds=time_limit),
             force=force,
             keep_going=keep_going,
+            hosts=hosts,
         )
         for arch in archs
     ]

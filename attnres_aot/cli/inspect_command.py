@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from attnres_aot.binary.cubin import read_cubin
 from attnres_aot.binary.disassembler import disassemble, find_disassembler
-from attnres_aot.bundle.manifest import ImageRecord, ProducerRecord, VariantRecord, dump_manifest, to_json
+from attnres_aot.bundle.manifest import ImageRecord, VariantRecord, dump_manifest, to_json
 from attnres_aot.bundle.reader import Bundle, read_bundle, read_image
 from attnres_aot.cli.bundle_argument import bundles_at
-from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_producer, show_variant
+from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_part
 from attnres_aot.cli.options import json_option
+from attnres_aot.cli.printing import show_json
+from attnres_aot.cli.streams import tell
+from attnres_aot.cli.variant_tables import Part, images_of, parts_of
 from attnres_aot.errors import BundleError, UsageError, VariantMissError
 from attnres_aot.spec.arch import parse_arch
+
+_Record = TypeVar("_Record", Part, ImageRecord)
 
 
 @click.command("inspect")
@@ -41,33 +46,29 @@ def command(path: Path, *, variant_name: str | None, image_name: str | None, sas
         raise UsageError("--sass shows the code of one image: add --image NAME or --variant NAME")
     found = bundles_at(path)
     if variant_name is None and image_name is None:
-        if found == (path,):
-            _whole(read_bundle(path), as_json=as_json)
-            return 0
-        return _all(found, as_json=as_json)
+        if found != (path,):
+            return _all(found, as_json=as_json)
+        whole = read_bundle(path)
+        if as_json:
+            show_json(_as_json(whole))
+        else:
+            show_bundle(whole)
+        return 0
     if len(found) > 1:
         raise UsageError(f"{str(path)!r} holds several bundles; choose one of {', '.join(each.name for each in found)}")
     bundle = read_bundle(found[0])
-    record = None if variant_name is None else _record(bundle, variant_name)
-    names = [choice.image for choice in record.choices] if record else [str(image_name)]
-    views = [_view(bundle, _image(bundle, name), sass=sass) for name in names]
+    manifest = bundle.manifest
+    part = None if variant_name is None else _find(bundle, "variant or producer", variant_name, parts_of(manifest))
+    names = [choice.image for choice in part.choices] if part else [str(image_name)]
+    views = [_view(bundle, _find(bundle, "image", name, manifest.images), sass=sass) for name in names]
     if as_json:
-        click.echo(json.dumps(_part_as_json(bundle, record, views), indent=1))
+        show_json(_part_as_json(bundle, part, views))
         return 0
-    if isinstance(record, VariantRecord):
-        show_variant(bundle, record)
-    elif record is not None:
-        show_producer(bundle, record)
+    if part is not None:
+        show_part(bundle, part)
     for view in views:
         show_image(view)
     return 0
-
-
-def _whole(bundle: Bundle, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(_as_json(bundle), indent=1))
-    else:
-        show_bundle(bundle)
 
 
 def _all(paths: Iterable[Path], *, as_json: bool) -> int:
@@ -81,34 +82,28 @@ def _all(paths: Iterable[Path], *, as_json: bool) -> int:
             unreadable.append((path, str(error)))
     if as_json:
         bad = [{"path": str(path), "problem": problem} for path, problem in unreadable]
-        click.echo(json.dumps({"bundles": [_as_json(bundle) for bundle in bundles], "unreadable": bad}, indent=1))
-    elif bundles:
+        show_json({"bundles": [_as_json(bundle) for bundle in bundles], "unreadable": bad})
+        return 1 if unreadable else 0
+    if bundles:
         show_bundles(bundles)
-    if not as_json:
-        for path, problem in unreadable:
-            click.echo(f"{path.name}: cannot be read: {problem}", err=True)
+    for path, problem in unreadable:
+        tell(f"{path.name}: cannot be read: {problem}")
     return 1 if unreadable else 0
 
 
-def _record(bundle: Bundle, name: str) -> VariantRecord | ProducerRecord:
-    """Returns the variant or producer of a name."""
-    manifest = bundle.manifest
-    records: tuple[VariantRecord | ProducerRecord, ...] = (*manifest.variants, *manifest.producers)
+def _find(bundle: Bundle, what: str, name: str, records: Sequence[_Record]) -> _Record:
+    """Returns the record of a name.
+
+    Raises:
+      VariantMissError: there is none.
+    """
     for record in records:
         if record.name == name:
             return record
-    raise VariantMissError(_miss(bundle, "variant or producer", name, [record.name for record in records]))
+    raise VariantMissError(_miss(bundle, what, name, [record.name for record in records]))
 
 
-def _image(bundle: Bundle, name: str) -> ImageRecord:
-    for image in bundle.manifest.images:
-        if image.name == name:
-            return image
-    raise VariantMissError(_miss(bundle, "image", name, [image.name for image in bundle.manifest.images]))
-
-
-def _miss(bundle: Bundle, what: str, name: str, names: Iterable[str]) -> str:
-    known = list(names)
+def _miss(bundle: Bundle, what: str, name: str, known: list[str]) -> str:
     near = get_close_matches(name, known, n=5, cutoff=0.3) or known[:5]
     return (
         f"no {what} {name!r:.140} among the {len(known)} of {bundle.path}; nearest: {', '.join(near) or 'none'}. "
@@ -117,23 +112,14 @@ def _miss(bundle: Bundle, what: str, name: str, names: Iterable[str]) -> str:
 
 
 def _view(bundle: Bundle, image: ImageRecord, *, sass: bool) -> ImageView:
-    data = read_image(bundle, image)
+    data, manifest = read_image(bundle, image), bundle.manifest
     return ImageView(
         record=image,
-        params=bundle.manifest.abis[image.abi],
+        params=manifest.abis[image.abi],
         facts=read_cubin(data),
-        serves=tuple(_served_by(bundle, image)),
+        serves=tuple(part.name for part in parts_of(manifest) if image.name in images_of([part])),
         sass=disassemble(data, find_disassembler()) if sass else None,
     )
-
-
-def _served_by(bundle: Bundle, image: ImageRecord) -> Iterable[str]:
-    for variant in bundle.manifest.variants:
-        if any(choice.image == image.name for choice in variant.choices):
-            yield variant.name
-    for producer in bundle.manifest.producers:
-        if any(choice.image == image.name for choice in producer.choices):
-            yield producer.name
 
 
 def _as_json(bundle: Bundle) -> dict[str, Any]:
@@ -152,14 +138,12 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _part_as_json(
-    bundle: Bundle, record: VariantRecord | ProducerRecord | None, views: Iterable[ImageView]
-) -> dict[str, Any]:
-    kind = "variant" if isinstance(record, VariantRecord) else "producer"
+def _part_as_json(bundle: Bundle, part: Part | None, views: Iterable[ImageView]) -> dict[str, Any]:
+    kind = "variant" if isinstance(part, VariantRecord) else "producer"
     return {
         "path": str(bundle.path),
         "arch": to_json(bundle.manifest.arch),
-        **({kind: to_json(record)} if record else {}),
+        **({kind: to_json(part)} if part else {}),
         "images": [
             {
                 "record": to_json(view.record),

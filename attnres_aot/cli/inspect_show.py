@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attnres_aot.binary.cubin import CubinFacts
 from attnres_aot.bundle.manifest import ImageRecord, Manifest, ProducerRecord, VariantRecord, to_json
 from attnres_aot.bundle.reader import Bundle
-from attnres_aot.cli.inspect_tables import show_images, show_producers, show_variants
-from attnres_aot.cli.printing import show, show_facts, show_table
+from attnres_aot.cli.printing import show, show_facts, show_table, strong
+from attnres_aot.cli.variant_tables import Part, parts_of, show_producers, show_variants
 from attnres_aot.cli.wording import count, pairs
 from attnres_aot.spec.arch import parse_arch
 from attnres_aot.spec.params import Param
 from attnres_aot.spec.toolkits import driver_text, parse_cuda
+
+_ALWAYS = ("registers", "bytes")  # columns of images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,44 +52,67 @@ def show_bundle(bundle: Bundle) -> None:
     manifest = bundle.manifest
     show_facts(str(bundle.path), _header(manifest))
     show()
-    show_images(manifest)
+    _show_images(manifest)
+    everyone = tuple((table.tp, table.dcp) for table in manifest.tables)
+    registers = {image.name: image.registers for image in manifest.images}
     if manifest.variants:
         show()
-        show_variants(manifest)
+        show(strong(count(len(manifest.variants), "variant")))
+        show_variants(manifest.variants, everyone, registers=registers)
     if manifest.producers:
         show()
-        show_producers(manifest)
+        show_producers(manifest.producers, everyone, registers)
 
 
-def show_variant(bundle: Bundle, variant: VariantRecord) -> None:
-    """Prints one variant in full; its images are shown apart."""
-    manifest = bundle.manifest
-    source = f"a mailbox of {variant.slots} slots" if variant.slots else "ordinary [rows, H]"
+def _show_images(manifest: Manifest) -> None:
+    """Prints a table of images with, besides registers and sizes, what is not the same for all of them."""
+    images = manifest.images
+    served = Counter(choice.image for each in parts_of(manifest) for choice in each.choices)
+    numbers = {
+        "registers": [image.registers for image in images],
+        "spills": [image.spill_bytes for image in images],
+        "smem": [image.smem_static_bytes + image.smem_dynamic_bytes for image in images],
+        "CTAs": [image.cluster for image in images],
+        "threads": [image.block_threads for image in images],
+        "rows": [image.rows_per_cluster for image in images],
+        "bytes": [image.size for image in images],
+    }
+    alike = [name for name, values in numbers.items() if name not in _ALWAYS and len(set(values)) == 1]
+    common = ", ".join(f"{name} {numbers[name][0]}" for name in alike)
+    shown = [name for name in numbers if name not in alike]
+    rows: list[tuple[str, ...]] = [("image", *shown, "serves")]
+    for index, image in enumerate(images):
+        cells = (f"{numbers[name][index]:,}" for name in shown)
+        rows.append((image.name, *cells, str(served[image.name])))
+    show(strong(count(len(images), "image")) + (f": all with {common}" if common else ""))
+    show_table(rows)
+
+
+def show_part(bundle: Bundle, part: Part) -> None:
+    """Prints one variant or producer in full; its images are shown apart."""
+    proven = bundle.manifest.arch.proven
+    what = _variant_facts(part) if isinstance(part, VariantRecord) else _producer_facts(part)
     facts = [
-        ("bundle", f"{bundle.path} ({manifest.arch.proven}: {parse_arch(manifest.arch.proven).rule()})"),
-        ("saved blocks", str(variant.nb)),
-        ("source", f"{source}, {'added to' if variant.has_delta else 'replaces'} the prefix"),
-        ("writes block", "none" if variant.write is None else str(variant.write)),
-        ("final", _yes(flag=variant.final)),
-        ("aux copy", _yes(flag=variant.aux)),
-        ("statistics", _yes(flag=variant.stats)),
-        ("(tp,dcp)", pairs(variant.deployments)),
-        *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in variant.choices),
+        ("bundle", f"{bundle.path} ({proven}: {parse_arch(proven).rule()})"),
+        *what,
+        ("(tp,dcp)", pairs(part.deployments)),
+        *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in part.choices),
     ]
-    show_facts(variant.name, facts)
+    show_facts(part.name, facts)
 
 
-def show_producer(bundle: Bundle, producer: ProducerRecord) -> None:
-    """Prints one producer in full; its images are shown apart."""
-    manifest = bundle.manifest
-    makes = "rows of a mailbox" if producer.nb is None else f"statistics of {count(producer.nb, 'saved block')}"
-    facts = [
-        ("bundle", f"{bundle.path} ({manifest.arch.proven}: {parse_arch(manifest.arch.proven).rule()})"),
-        ("makes", makes),
-        ("(tp,dcp)", pairs(producer.deployments)),
-        *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in producer.choices),
-    ]
-    show_facts(producer.name, facts)
+def _variant_facts(variant: VariantRecord) -> Iterator[tuple[str, str]]:
+    source = f"a mailbox of {count(variant.slots, 'slot')}" if variant.slots else "ordinary [rows, H]"
+    yield "saved blocks", str(variant.nb)
+    yield "source", f"{source}, {'added to' if variant.has_delta else 'replaces'} the prefix"
+    yield "writes block", "none" if variant.write is None else str(variant.write)
+    for name, flag in (("final", variant.final), ("aux copy", variant.aux), ("statistics", variant.stats)):
+        yield name, "yes" if flag else "no"
+
+
+def _producer_facts(producer: ProducerRecord) -> Iterator[tuple[str, str]]:
+    blocks = producer.nb
+    yield "makes", "rows of a mailbox" if blocks is None else f"statistics of {count(blocks, 'saved block')}"
 
 
 def show_image(view: ImageView) -> None:
@@ -160,7 +186,3 @@ def _header(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 def _rows(max_rows: int | None) -> str:
     return "any number of rows" if max_rows is None else f"up to {max_rows} rows"
-
-
-def _yes(*, flag: bool) -> str:
-    return "yes" if flag else "no"

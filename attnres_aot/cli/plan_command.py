@@ -11,16 +11,13 @@ import click
 
 from attnres_aot.bundle.manifest import to_json
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
-from attnres_aot.cli.plan_rows import Row, Source, sources
 from attnres_aot.cli.printing import faint, show, strong
-from attnres_aot.cli.wording import count, pairs, ranges, source_name
-from attnres_aot.columns import line, widths
+from attnres_aot.cli.variant_tables import show_producers, show_variants
+from attnres_aot.cli.wording import count, pairs
 from attnres_aot.config.reader import load_config
-from attnres_aot.plan.plan import Plan, Selection, plan
+from attnres_aot.plan.plan import Plan, Position, Selection, plan
+from attnres_aot.plan.records import producer_record, variant_record
 from attnres_aot.spec.arch import Arch
-
-_HEADER = ("in the model", "nb", "consumer", "plain", "aux", "stats", "both", "images", "")
-_WORDS = 3  # columns of words; the rest are counts, but for the last, which is empty
 
 
 @click.command("plan")
@@ -51,26 +48,18 @@ def _write_json(plans: list[Plan]) -> None:
 
 def _show(plans: list[Plan]) -> None:
     first, config = plans[0], plans[0].config
+    everyone = tuple(each.pair for each in first.deployments)
     counts = f"{count(len(first.variants), 'variant')} and {count(len(first.producers), 'producer')} "
     counts += f"served by {count(len(first.images), 'image')}"
     show(f"{strong(config.name)}: {counts}, for each arch")
-    deployments = pairs(each.pair for each in first.deployments)
     model = config.model
     geometry = f"{count(model.layers, 'layer')} of {model.hidden_size}, {count(model.blocks, 'saved block')} (nb)"
-    show(faint(f"{geometry}; (tp, dcp): {deployments}"))
+    show(faint(f"{geometry}; (tp, dcp): {pairs(everyone)}"))
     show()
-    grouped = sources(first)
-    columns = widths([_HEADER, *(_cells(row) for source in grouped for row in source.rows)])
-    show(f"  {faint(line(_HEADER, columns, _WORDS))}")
-    for source in grouped:
-        show(f"{strong(source_name(source.slots))}: {_source_facts(source, first)}")
-        users = source.deployments
-        for row in sorted(source.rows, key=lambda row: (row.deployments != source.deployments, row.deployments)):
-            if row.deployments != users:
-                users = row.deployments
-                show(f"  {faint(f'for {pairs(users)} alone:')}")
-            show(f"  {line(_cells(row), columns, _WORDS)}")
-    _show_producers(first)
+    positions = {str(each.variant): _where(each.positions) for each in first.variants}
+    show_variants(tuple(map(variant_record, first.variants)), everyone, positions=positions)
+    show()
+    show_producers(tuple(map(producer_record, first.producers)), everyone)
     show()
     show(faint("Rows of a source share images: the written block, the aux copy and the"))
     show(faint("mailbox capacity are launch arguments, and with statistics nb is one too."))
@@ -83,30 +72,11 @@ def _show(plans: list[Plan]) -> None:
         show(f"{strong(each.bundle_name)}: for {each.arch.rule()}")
 
 
-def _show_producers(shown: Plan) -> None:
-    """Prints the producers of one kernel and of the same deployments as one line."""
-    if not shown.producers:
-        return
-    show(f"{strong('producers')}: {count(len(shown.producers), 'image')}, one each")
-    kinds: dict[tuple[str, tuple[tuple[int, int], ...]], list[int | None]] = {}
-    for planned in shown.producers:
-        kinds.setdefault((planned.producer.kernel, planned.deployments), []).append(planned.producer.nb)
-    for (kernel, deployments), blocks in kinds.items():
-        counts = [nb for nb in blocks if nb is not None]
-        what = f"of {ranges(counts)} saved blocks" if counts else "into mailboxes of any geometry"
-        everyone = len(deployments) == len(shown.deployments)
-        show(f"  {kernel} {what}{'' if everyone else f', only {pairs(deployments)}'}")
-
-
-def _source_facts(source: Source, shown: Plan) -> str:
-    everyone = len(source.deployments) == len(shown.deployments)
-    users = "every (tp, dcp)" if everyone else pairs(source.deployments)
-    return f"{count(source.variants, 'variant')}, {count(source.images, 'image')}, for {users}"
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    counts = [str(count or "-") for count in (row.plain, row.aux, row.stats, row.aux_stats)]
-    return (row.where, row.blocks.replace(", ", ","), row.consumer, *counts, str(row.images), "")
+def _where(positions: tuple[Position, ...]) -> str:
+    """Names positions in the model, the commonest ones in short."""
+    if positions == (Position.BEFORE_ATTENTION, Position.BEFORE_MLP):
+        return "before attn, MLP"
+    return ", ".join(position.value for position in positions)
 
 
 def _as_json(shown: Plan) -> dict[str, Any]:

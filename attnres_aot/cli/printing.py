@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import click
 
-from attnres_aot.columns import table
-
-_LABEL_WIDTH = 13  # characters of the names of facts
+from attnres_aot.columns import facts, table
 
 
 def show(text: str = "") -> None:
     """Prints a line; its styles are left out where they cannot be seen, or are not wanted (`NO_COLOR`)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     click.echo(text, color=False if plain else None)
+
+
+def show_json(data: Any) -> None:
+    """Prints plain data for programs."""
+    show(json.dumps(data, indent=1))
 
 
 def strong(text: str) -> str:
@@ -29,19 +34,16 @@ def faint(text: str) -> str:
 
 
 def show_table(rows: Sequence[Sequence[str]], words: int = 1, indent: str = "  ") -> None:
-    """Prints a table, its heading the first row: `words` columns to the left, further ones to the right."""
-    heading, *others = table(rows, words)
-    show(indent + faint(heading))
+    """Prints a table as `columns.table` lines it up."""
+    heading, *others = table(rows, words, indent=indent)
+    show(faint(heading))
     for text in others:
-        show(indent + text)
+        show(text)
 
 
-def show_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
-    """Prints names and values below a title; a name that follows itself is printed once."""
+def show_facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
+    """Prints names and values below a title."""
     if title:
         show(strong(title))
-    before = ""
-    for name, value in facts:
-        label = ("" if name == before else name).ljust(_LABEL_WIDTH)
-        show(f"  {faint(label)}  {value}")
-        before = name
+    for name, value in facts(pairs):
+        show(f"  {faint(name)}  {value}")

@@ -23,8 +23,9 @@ from attnres_aot.verify.bundle_check import VerifyReport, verify_bundle
 def command(paths: tuple[Path, ...], *, strict: bool, as_json: bool) -> int:
     """Check the files and binaries of bundles against their manifests.
 
-    BUNDLE is a bundle folder, or a folder of bundles. Exits with 1 when a promise is broken. Of a bundle that another
-    release built, what follows from its sources cannot be derived again; the answer says what was not checked.
+    BUNDLE is a bundle folder, a folder of bundles, or a shared object. Exits with 1 when a promise is broken. Of a
+    bundle that another release built, what follows from its sources cannot be derived again; the answer says what was
+    not checked.
     """
     bundles = dict.fromkeys(bundle for path in paths for bundle in bundles_at(path))
     reports = [verify_bundle(bundle) for bundle in bundles]

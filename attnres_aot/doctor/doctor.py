@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from attnres_aot.bundle.manifest import to_json
 from attnres_aot.config.advice import build_command
 from attnres_aot.doctor.machine import Driver, Machine, Torch, gather_machine
 from attnres_aot.runtime.cuda.driver import LIBRARY_NAME, MIN_CUDA, MIN_DRIVER, STUB_ADVICE, STUB_FOUND, STUB_NAME
-from attnres_aot.runtime.find.archs import dotted, fitting_archs
-from attnres_aot.runtime.find.places import ENVIRONMENT_VARIABLE, Place, search_order
-from attnres_aot.runtime.find.resolve import Request, Resolution, locate, unusable
+from attnres_aot.runtime.find.archs import dotted
+from attnres_aot.runtime.find.places import Place, search_order
+from attnres_aot.runtime.find.resolve import Request, Resolution, locate
 from attnres_aot.spec.arch import BUILDABLE, parse_arch
 
 _FAILURE_FIXES = {
@@ -164,66 +163,14 @@ def _major(version: str) -> int:
     return int(head) if head.isdigit() else 0
 
 
-def report_lines(facts: Facts, findings: list[Finding]) -> list[str]:
-    """Formats facts and findings for a person."""
-    machine = facts.machine
-    lines = [
-        f"attnres-aot  {machine.package}, Python {machine.python}, {machine.system}",
-        f"torch        {_torch_text(machine.torch)}",
-        f"driver       {_driver_text(machine.driver)}",
-        "build tools  " + ", ".join(f"{name} {found or '-'}" for name, found in machine.build_packages.items()),
-    ]
-    lines += [f"environment  {name}={value}" for name, value in machine.environment.items()]
-    if ENVIRONMENT_VARIABLE not in machine.environment:
-        lines.append(f"environment  {ENVIRONMENT_VARIABLE} is not set")
-    for gpu in machine.driver.gpus:
-        archs = ", ".join(map(str, fitting_archs(gpu.capability))) or "none that can be built"
-        lines.append(
-            f"GPU {gpu.index}        {gpu.name}, compute capability {dotted(gpu.capability)}; runs code for {archs}"
-        )
-    for resolution in facts.resolutions:
-        lines += ["", f"Bundle for compute capability {dotted(resolution.request.capability)}:"]
-        lines += [f"  {line}" for line in resolution.lines()]
-    if not facts.resolutions:
-        lines += ["", "Bundles found (no GPU to choose for):", *_place_lines(facts.places)]
-    lines.append("")
-    for finding in findings:
-        lines += [f"{finding.severity}: {finding.what}", f"  fix: {finding.fix}"]
-    problems = sum(finding.severity == "problem" for finding in findings)
-    count = f"{problems} problem{'s' * (problems != 1)}"
-    lines.append(f"{count}: this machine cannot launch" if problems else "This machine can launch.")
-    return lines
-
-
-def _torch_text(torch: Torch | None) -> str:
-    if torch is None:
-        return "not installed"
-    return f"{torch.version} ({f'CUDA {torch.cuda}' if torch.cuda else 'without CUDA'})"
-
-
-def _driver_text(driver: Driver) -> str:
-    module = f"kernel module {driver.kernel_module or 'not loaded'}"
-    if driver.load_error:
-        return f"not available: {driver.load_error}; {module}"
-    serves = f"serves CUDA {dotted(driver.cuda)}" if driver.cuda else "CUDA version unknown"
-    return f"{serves} (at least {dotted(MIN_CUDA)} is needed), {module}"
-
-
-def _place_lines(places: tuple[Place, ...]) -> Iterator[str]:
-    for place in places:
-        yield f"  {place.label}: {place.note or f'{len(place.candidates)} found'}"
-        for candidate in place.candidates:
-            found = f"{candidate.name} for {candidate.arch}, needs a driver for CUDA {candidate.oldest_driver}"
-            yield f"    {candidate.path}: {unusable(candidate) or found}"
-
-
-def report_json(facts: Facts, findings: list[Finding]) -> str:
-    """Formats facts and findings for a program, as one JSON object."""
-    report = {
-        "can_launch": not any(finding.severity == "problem" for finding in findings),
-        "findings": tuple(findings),
-        "machine": facts.machine,
-        "places": facts.places,
-        "resolutions": facts.resolutions,
-    }
-    return json.dumps(to_json(report), indent=1, sort_keys=True)
+def report(facts: Facts, findings: list[Finding]) -> Any:
+    """Returns facts and findings as plain data for a program."""
+    return to_json(
+        {
+            "can_launch": not any(finding.severity == "problem" for finding in findings),
+            "findings": tuple(findings),
+            "machine": facts.machine,
+            "places": facts.places,
+            "resolutions": facts.resolutions,
+        }
+    )

@@ -1,4 +1,4 @@
-"""The delta row that a consumer takes out of a mailbox, which is polled and armed again.
+"""The delta row that a consumer takes out of a mailbox, which is polled and re-armed.
 
 A mailbox row has `slots` parts, which are added in the order of the slots and rounded once. A vector of one is complete
 when none of its words is ARMED; a publisher writes no such word. The vectors of all slots are loaded at once. Those of up to

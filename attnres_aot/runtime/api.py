@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnres_aot.bundle.reader import Bundle, read_bundle
+from attnres_aot.bundle.shared_object import is_library
 from attnres_aot.config.advice import build_command
 from attnres_aot.errors import BundleError, UsageError
 from attnres_aot.runtime.cuda.device import TorchDevice, pick_device
@@ -41,8 +42,8 @@ def load(
     What becomes of the bundle's folder later does not matter.
 
     Args:
-      path: a bundle, or a folder of bundles. None searches the environment variable ATTNRES_AOT_BUNDLE, installed
-        bundle packages and `./artifacts`, and remembers what it found.
+      path: a bundle, its shared object, or a folder of either. None searches the environment variable
+        ATTNRES_AOT_BUNDLE, installed bundle packages and `./artifacts`, and remembers what it found.
       device: CUDA device; None is torch's current one.
       name: configuration name, where bundles of several lie in one place.
 
@@ -214,6 +215,10 @@ def _load(path: str | os.PathLike[str] | None, device: TorchDevice, name: str | 
             from attnres_aot.runtime.find.resolve import find_bundle
 
             bundle = find_bundle(path, capability, name=name, driver=driver.cuda)
+        if is_library(bundle.path):
+            from attnres_aot.runtime.shared.bundle import LibraryBundle
+
+            return LibraryBundle(bundle, device)
         return LoadedBundle(bundle, device)
 
 

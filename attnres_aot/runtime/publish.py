@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -116,6 +119,10 @@ class PreparedPublish(PreparedProducer):
     def bound(self, _asked: Producer, /) -> list[tuple[str, torch.Tensor]]:
         """Returns what launches take the addresses of."""
         return [("the mailbox", self._mailbox)]
+
+    def plan_in(self, table: Any, give: Callable[[torch.Tensor], Any], _constants: object, /) -> Any:
+        """Returns what plans launches in a library."""
+        return table.prepare_publish(give(self._mailbox), self._slot, self.pdl, self.checks).plan_run
 
     def check_room(self, rows: int) -> None:
         """Refuses more rows than a slot has."""

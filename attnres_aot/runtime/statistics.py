@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -141,6 +144,11 @@ class PreparedStatistics(PreparedProducer):
         """Returns what launches take the addresses of."""
         outputs = [("mixture", self._statistics.mixture), ("scal", self._statistics.scal)]
         return [("norm", self._norm), ("query", self._query), *outputs]
+
+    def plan_in(self, table: Any, give: Callable[[torch.Tensor], Any], _constants: object, /) -> Any:
+        """Returns what plans launches in a library."""
+        norm, query, mixture, scal = [give(tensor) for _, tensor in self.bound(self.producer)]
+        return table.prepare_statistics(norm, query, self._eps, mixture, scal, self._nb, self.pdl, self.checks).plan_run
 
     def check_room(self, rows: int) -> None:
         """Refuses more rows than mixture has."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres_aot.bundle.manifest import to_json
+from attnres_aot.columns import line
 from attnres_aot.selftest.suite import Result
 from attnres_aot.spec.variants import Producer, Variant
 
@@ -88,20 +89,25 @@ def totals(results: Sequence[Result]) -> list[Total]:
     return [*(total(kind, found) for kind, found in kinds.items()), total("all", split(results)[0])]
 
 
+_HEADING = ("launches", "worst ulp", "relative error", "fp32-limited")
+
+
 def text_header(width: int) -> str:
     """Returns the head of the table whose rows `text_row` formats, for names of up to `width` characters."""
-    return f"{'variant':<{width}}  launches  worst ulp  relative error  fp32-limited  result"
+    return _row("variant", _HEADING, "result", width)
 
 
 def text_row(result: Result, width: int) -> str:
     """Formats one result as a table row, with a line per problem under it."""
     limit = result.ulp_limit
-    ulp, limited = ("-", "-") if limit is None else (f"{result.worst_ulp} of {limit}", result.fp32_limited)
-    row = (
-        f"{result.subject!s:<{width}}  {result.launches:>8}  {ulp:>9}  {result.relative_error:>14.3e}  {limited:>12}  "
-        f"{'FAILED' if result.problems else 'ok'}"
-    )
+    ulp, limited = ("-", "-") if limit is None else (f"{result.worst_ulp} of {limit}", str(result.fp32_limited))
+    cells = (str(result.launches), ulp, f"{result.relative_error:.3e}", limited)
+    row = _row(str(result.subject), cells, "FAILED" if result.problems else "ok", width)
     return "\n".join([row, *(f"    {problem}" for problem in result.problems)])
+
+
+def _row(name: str, cells: Sequence[str], outcome: str, width: int) -> str:
+    return line((name, *cells), (width, *map(len, _HEADING))) + f"  {outcome}"
 
 
 def summary_line(results: Sequence[Result]) -> str:

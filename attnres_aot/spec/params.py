@@ -5,7 +5,7 @@ does not use is passed as 0. Offsets follow the C rule (each parameter aligned t
 emits and what `cuKernelGetParamInfo` reports.
 
 Strides count 16-byte vectors (8 bf16 elements), because every row must be 16-byte aligned anyway and 32 bits of
-them reach 32 GiB.
+them reach 32 GiB. A kernel takes its list as one named tuple, so the names here are the only ones.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from attnres_aot.bench.results import Setting
+from attnres_aot.columns import table
 from attnres_aot.tune.decide import READY, RULES, Cell, Decision
 from attnres_aot.tune.shapes import ShapeTimes, best_choices
 
@@ -24,10 +25,11 @@ def cell_tables(cells: Sequence[Cell], rule: str) -> list[str]:
         mine = [cell for cell in cells if cell.slots == slots]
         rows = sorted({cell.rows for cell in mine})
         lines += ["", f"{source_name(slots)}, us: {columns(rule)}"]
-        lines.append("rows" + "".join(f"{count:>16}" for count in rows))
+        shown = [("rows", *map(str, rows))]
         for nb in sorted({cell.nb for cell in mine}):
             found = {cell.rows: _numbers(cell, rule) for cell in mine if cell.nb == nb}
-            lines.append(f"nb {nb}" + "".join(f"{found.get(count, ''):>16}" for count in rows))
+            shown.append((f"nb {nb}", *(found.get(count, "") for count in rows)))
+        lines += table(shown)
     return lines
 
 
@@ -71,14 +73,12 @@ def decision_lines(
 def shape_lines(times: Sequence[ShapeTimes]) -> list[str]:
     """Shows the images of one variant, and which is best where."""
     rows = sorted(times[0].us)
-    width = max(len(shape.image) for shape in times) + 2
-    lines = ["", f"{times[0].variant}, us per launch by image", f"{'rows':<{width}}" + "".join(f"{n:>8}" for n in rows)]
-    lines += [f"{shape.image:<{width}}" + "".join(f"{shape.us[count]:>8.2f}" for count in rows) for shape in times]
+    shown = [("rows", *map(str, rows)), *((each.image, *(f"{each.us[n]:.2f}" for n in rows)) for each in times)]
     best = ", ".join(
         f"{choice.image} {'beyond' if choice.max_rows is None else f'up to {choice.max_rows} rows'}"
         for choice in best_choices(times)
     )
-    return [*lines, f"best: {best}"]
+    return ["", f"{times[0].variant}, us per launch by image", *table(shown), f"best: {best}"]
 
 
 def comment_lines(

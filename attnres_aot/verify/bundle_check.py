@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from attnres_aot.bundle.folder import Folder, read_at_once
 from attnres_aot.bundle.manifest import (
     MANIFEST_NAME,
     ImageRecord,
+    LibraryRecord,
     Manifest,
     decode_manifest,
     digest_problem,
@@ -25,10 +26,12 @@ from attnres_aot.bundle.manifest import (
 )
 from attnres_aot.bundle.manifest_check import MAX_PROBLEMS, manifest_problems
 from attnres_aot.bundle.reader import image_bytes, manifest_bytes
+from attnres_aot.bundle.shared_object import is_library, payload_of, read_file, read_payload
 from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageError, clip
 from attnres_aot.spec.params import KERNEL_PARAMS
 from attnres_aot.verify.derive import FROM_SOURCES, Derivation, is_of_this_release
 from attnres_aot.verify.difference import differences
+from attnres_aot.verify.library_check import EmbeddedFolder, file_problems, libraries_problems
 
 _SHOWN_CHARS = 500  # of one problem
 
@@ -65,6 +68,8 @@ def verify_bundle(path: str | os.PathLike[str]) -> VerifyReport:
     """
     folder = Path(path)
     try:
+        if is_library(folder) and folder.is_file():
+            return _verify_library(folder)
         return read_at_once(folder, _verify, lambda report: report.ok)
     except BundleError as error:
         return VerifyReport(path=folder, problems=(str(error),), notes=(), manifest=None)
@@ -79,6 +84,22 @@ def _verify(folder: Folder) -> VerifyReport:
     if len(found) > MAX_PROBLEMS:
         shown.append("and more")
     return VerifyReport(path=folder.path, problems=tuple(shown), notes=notes, manifest=manifest)
+
+
+def _verify_library(path: Path) -> VerifyReport:
+    """Checks a shared object by itself; the manifest of the report is that of the first bundle in it."""
+    data = read_file(path)
+    bundles = read_payload(payload_of(data, path.name), path.name)
+    found, notes = list(file_problems(data, bundles)), list[str]()
+    for each in bundles:
+        arch = each.manifest.arch.requested
+        inside = _problems(EmbeddedFolder(path, each), each.manifest_bytes, each.manifest)
+        found += [f"{arch}: {problem}" for problem in islice(inside, MAX_PROBLEMS)]
+        notes += (
+            [] if is_of_this_release(each.manifest) else [f"{arch}: {note}" for note in _not_checked(each.manifest)]
+        )
+    shown = tuple(clip(problem, _SHOWN_CHARS) for problem in found[:MAX_PROBLEMS])
+    return VerifyReport(path=path, problems=shown, notes=tuple(notes), manifest=bundles[0].manifest)
 
 
 def _not_checked(manifest: Manifest) -> Iterator[str]:
@@ -96,7 +117,7 @@ def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
         yield f"{MANIFEST_NAME}: changed after the build: {problem}"
     elif data != dump_manifest(manifest):
         yield f"{MANIFEST_NAME}: not in canonical form; it was edited after the build"
-    yield from _folder_problems(folder, manifest.images)
+    yield from _folder_problems(folder, manifest.files)
     unusable = manifest_problems(manifest)
     yield from unusable
     derivation = None
@@ -115,11 +136,14 @@ def _problems(folder: Folder, data: bytes, manifest: Manifest) -> Iterator[str]:
             yield f"image {image.name!r:.140}: {error}"
     if derivation is not None:
         yield from (f"images.{name}: not in the manifest; built again it would be" for name in derivation.missing)
-        yield from differences(to_json(manifest), to_json(derivation.assemble(records)))
+        assembled = replace(derivation.assemble(records), libraries=manifest.libraries)
+        yield from differences(to_json(manifest), to_json(assembled))
+    if not unusable:
+        yield from libraries_problems(folder, manifest)
 
 
-def _folder_problems(folder: Folder, images: Iterable[ImageRecord]) -> Iterator[str]:
-    expected = {MANIFEST_NAME, *(image.file for image in images)}
+def _folder_problems(folder: Folder, records: Iterable[ImageRecord | LibraryRecord]) -> Iterator[str]:
+    expected = {MANIFEST_NAME, *(record.file for record in records)}
     try:
         names = folder.names()
     except BundleError as error:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from attnres_aot.cli.entry import main
-from attnres_aot.cli.plan_rows import sources
+from attnres_aot.cli.variant_tables import rows_of
 from attnres_aot.cli.wording import ranges
 from attnres_aot.config.reader import DEFAULT_CONFIG, load_config
 from attnres_aot.plan.plan import Selection, plan
+from attnres_aot.plan.records import variant_record
 from attnres_aot.spec.arch import parse_arch
 
 SM_100 = parse_arch("sm_100")
@@ -31,8 +32,8 @@ def test_table_counts_variants_and_images_and_says_for_whom(capsys):
     assert lines[0] == "kimi_k3_all: 386 variants and 9 producers served by 108 images, for each arch"
     assert "ordinary source: 98 variants, 39 images, for every (tp, dcp)" in lines
     assert "mailbox of 8 slots: 96 variants, 20 images, for (8,1) (8,8)" in lines
-    assert "producers: 9 images, one each" in lines
-    assert "  statistics of 1-8 saved blocks" in lines
+    assert "9 producers" in lines
+    assert "  statistics  1-8  every (tp, dcp)       8" in lines
     assert lines[-1] == "kimi_k3_all-sm_100: for compute capability 10.0 and later 10.x"
 
 
@@ -40,7 +41,7 @@ def test_without_a_configuration_the_shipped_one_is_planned(capsys):
     lines = show(capsys, "--arch", "sm_100").splitlines()
     assert lines[0] == "kimi_k3: 290 variants and 5 producers served by 104 images, for each arch"
     assert "  for (16,1) (16,16) alone:" not in lines
-    assert "  statistics of 5-8 saved blocks" in lines
+    assert "  statistics  5-8  every (tp, dcp)       4" in lines
 
 
 def test_row_counts_with_images_of_their_own_are_named(capsys):
@@ -56,11 +57,13 @@ def test_table_fits_a_terminal_of_80_columns(config, capsys):
 
 
 def test_rows_hold_every_variant_once():
-    made = plan(K3, SM_100)
-    grouped = sources(made)
-    counts = [row.plain + row.aux + row.stats + row.aux_stats for source in grouped for row in source.rows]
-    assert sum(counts) == sum(source.variants for source in grouped) == len(made.variants)
-    assert sum(source.images for source in grouped) == len(made.images) - len(made.producers)
+    variants = list(map(variant_record, plan(K3, SM_100).variants))
+    rows = rows_of(variants, {})
+    assert sorted(member.name for row in rows for member in row.members) == sorted(each.name for each in variants)
+    for row in rows:
+        blocks = {member.nb for member in row.members}
+        options = {(member.aux, member.stats) for member in row.members}
+        assert len(row.members) == len(blocks) * len(options)
 
 
 def test_rows_split_where_the_tables_differ(tmp_path, capsys):

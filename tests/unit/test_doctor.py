@@ -14,8 +14,9 @@ from click.testing import CliRunner
 
 from attnres_aot.bundle.manifest import SCHEMA
 from attnres_aot.cli import doctor_command
+from attnres_aot.cli.doctor_command import show_report
 from attnres_aot.doctor import doctor
-from attnres_aot.doctor.doctor import Facts, diagnose, report_lines
+from attnres_aot.doctor.doctor import Facts, diagnose
 from attnres_aot.doctor.machine import Driver, Gpu, Machine, Torch, gather_driver, gather_machine, gather_torch
 from attnres_aot.runtime.cuda.driver import FUNCTIONS
 from attnres_aot.runtime.find.places import Candidate, Place
@@ -192,25 +193,28 @@ SICK = [
 
 
 @pytest.mark.parametrize("case", SICK, ids=lambda case: case.name)
-def test_each_problem_has_its_fix(case: Sick) -> None:
+def test_each_problem_has_its_fix(case: Sick, capsys: pytest.CaptureFixture[str]) -> None:
     findings = diagnose(case.facts)
     assert [(finding.severity, finding.what, finding.fix) for finding in findings] == [("problem", case.what, case.fix)]
-    text = "\n".join(report_lines(case.facts, findings))
+    show_report(case.facts, findings)
+    text = capsys.readouterr().out
     assert f"problem: {case.what}\n  fix: {case.fix}\n1 problem: this machine cannot launch" in text
 
 
-def test_a_healthy_machine_gives_no_finding() -> None:
+def test_a_healthy_machine_gives_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
     findings = diagnose(facts())
     assert findings == []
-    assert report_lines(facts(), findings) == [
-        "attnres-aot  0.1.0, Python 3.12.3, Linux x86_64",
-        "torch        2.11.0+cu130 (CUDA 13.0)",
-        "driver       serves CUDA 13.0 (at least 12.4 is needed), kernel module 580.65.06",
-        "build tools  nvidia-cutlass-dsl 4.8.1, click 8.1",
-        "environment  ATTNRES_AOT_BUNDLE is not set",
-        "GPU 0        NVIDIA H200, compute capability 9.0; runs code for sm_90a, sm_90",
+    show_report(facts(), findings)
+    assert capsys.readouterr().out.splitlines() == [
+        "This machine",
+        "  attnres-aot    0.1.0, Python 3.12.3, Linux x86_64",
+        "  torch          2.11.0+cu130 (CUDA 13.0)",
+        "  driver         serves CUDA 13.0 (at least 12.4 is needed), kernel module 580.65.06",
+        "  build tools    nvidia-cutlass-dsl 4.8.1, click 8.1",
+        "  environment    ATTNRES_AOT_BUNDLE is not set",
+        "  GPU 0          NVIDIA H200, compute capability 9.0; runs code for sm_90a, sm_90",
         "",
-        "Bundle for compute capability 9.0:",
+        "Bundle for compute capability 9.0",
         "  ./artifacts: 1 candidate",
         "    accepted /b/k3: kimi_k3 for sm_90, exactly the device's 9.0",
         "",
@@ -240,10 +244,11 @@ def test_a_missing_compiler_is_a_note_after_the_problems() -> None:
     )
 
 
-def test_without_a_gpu_the_report_lists_what_bundles_are_there() -> None:
+def test_without_a_gpu_the_report_lists_what_bundles_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     found = facts(replace(HEALTHY, driver=Driver(load_error=NO_LIBRARY)))
-    lines = report_lines(found, diagnose(found))
-    assert "Bundles found (no GPU to choose for):" in lines
+    show_report(found, diagnose(found))
+    lines = capsys.readouterr().out.splitlines()
+    assert "Bundles found (no GPU to choose for)" in lines
     assert "    /b/k3: kimi_k3 for sm_90, needs a driver for CUDA 12.0" in lines
 
 

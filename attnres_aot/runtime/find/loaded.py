@@ -32,6 +32,8 @@ class LoadedBundle:
     variant and rows per mailbox slot.
     """
 
+    plans = False
+    """It makes the plans of launches itself, as `LibraryBundle` does."""
     __slots__ = ("_images", "_kernels", "_producers", "_ready", "_variants", "bundle", "consumers", "device")
 
     def __init__(self, bundle: Bundle, device: TorchDevice) -> None:

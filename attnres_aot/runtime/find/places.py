@@ -18,6 +18,7 @@ from attnres_aot.bundle.folder import is_being_replaced
 from attnres_aot.bundle.manifest import MANIFEST_NAME, check_digest, parse_manifest
 from attnres_aot.bundle.names import name_problem
 from attnres_aot.bundle.reader import read_manifest_bytes
+from attnres_aot.bundle.shared_object import is_library, read_library
 from attnres_aot.errors import BundleError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ ENTRY_POINT_GROUP = "attnres_aot.bundles"
 """Entry-point group in which installed packages register bundles (see `docs/finding_bundles.md`)."""
 DEFAULT_FOLDER = "artifacts"
 """Folder of bundles in the working directory, searched last."""
+LIBRARY_PATTERN = "attnres_*.so"
+"""Names of shared objects that are found in a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +39,9 @@ class Candidate:
     """One folder that may be a bundle, with what a first look at its manifest says."""
 
     path: str
-    """Folder, absolute."""
+    """Folder or library, absolute."""
     real_path: str
-    """The same folder with symbolic links resolved."""
+    """The same with symbolic links resolved."""
     origin: str = ""
     """Which entry point named it; empty for the other places."""
     trouble: str = ""
@@ -144,6 +147,8 @@ def _entry_point_folder(entry: EntryPoint) -> Path:
 
 def _look_at(path: Path, origin: str) -> tuple[str, tuple[Candidate, ...]]:
     """Returns a note and the candidates at an absolute path."""
+    if is_library(path) and path.is_file():
+        return "", look_at_library(path, origin)
     if _has_manifest(path) or is_being_replaced(path):
         return "", (look_at_bundle(path, origin),)
     try:
@@ -154,6 +159,7 @@ def _look_at(path: Path, origin: str) -> tuple[str, tuple[Candidate, ...]]:
         return _unlisted(path, error), ()
     bundles = tuple(look_at_bundle(folder, origin) for folder in folders if _has_manifest(folder))
     others = len(folders) - len(bundles)
+    bundles += tuple(each for file in sorted(path.glob(LIBRARY_PATTERN)) for each in look_at_library(file, origin))
     if not bundles:
         return f"{path} holds no bundle" + (
             f" (none of its {others} folders has a {MANIFEST_NAME})" if others else ""
@@ -208,6 +214,33 @@ def look_at_bundle(path: Path, origin: str = "") -> Candidate:
         arch=_text(proven),
         oldest_driver=_text(raw.get("oldest_driver")),
         manifest_sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def look_at_library(path: Path, origin: str = "") -> tuple[Candidate, ...]:
+    """Looks at the bundles inside a shared object; all that it embeds is read and checked.
+
+    Args:
+      path: the library, absolute.
+      origin: which entry point named it.
+    """
+    real_path = os.path.realpath(path)
+    try:
+        inside = read_library(path)
+    except BundleError as error:
+        return (_troubled(path, real_path, origin, str(error)),)
+    return tuple(
+        Candidate(
+            path=str(path),
+            real_path=real_path,
+            origin=origin,
+            schema=bundle.manifest.schema,
+            name=bundle.manifest.name,
+            arch=bundle.manifest.arch.proven,
+            oldest_driver=bundle.manifest.oldest_driver,
+            manifest_sha256=bundle.manifest_sha256,
+        )
+        for bundle in inside
     )
 
 

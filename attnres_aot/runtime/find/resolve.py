@@ -16,10 +16,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 from attnres_aot.bundle.manifest import SCHEMA
 from attnres_aot.bundle.reader import Bundle, read_bundle
+from attnres_aot.bundle.shared_object import is_library, read_library
 from attnres_aot.config.advice import build_command
 from attnres_aot.errors import BundleError, UsageError, did_you_mean
 from attnres_aot.runtime.find import driver_need
@@ -246,7 +248,7 @@ def _same(one: Candidate, other: Candidate) -> bool:
 
 def _read(candidate: Candidate) -> Bundle:
     """Reads a bundle with every image file, so that damage shows now and not at some later launch."""
-    bundle = read_bundle(candidate.path)
+    bundle = _read_at(candidate)
     name, arch = bundle.manifest.name, bundle.manifest.arch.proven
     if (name, arch) != (candidate.name, candidate.arch):
         raise BundleError(
@@ -255,6 +257,14 @@ def _read(candidate: Candidate) -> Bundle:
     if bundle.damage:
         raise BundleError("\n".join(islice(bundle.damage.values(), _SHOWN_PROBLEMS)))
     return bundle
+
+
+def _read_at(candidate: Candidate) -> Bundle:
+    """Reads a bundle folder, or the bundle for the candidate's arch in a shared object."""
+    if not is_library(Path(candidate.path)):
+        return read_bundle(candidate.path)
+    inside = read_library(candidate.path)
+    return next((bundle for bundle in inside if bundle.manifest.arch.proven == candidate.arch), inside[0])
 
 
 def _refuse_chosen(resolution: Resolution, chosen: Candidate, reason: str) -> Resolution:

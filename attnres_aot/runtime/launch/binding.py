@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -117,6 +117,25 @@ class Binding:
             Expected(name="out", writes=(0,)),
             *((Expected(name="aux", writes=(0,)),) if self.aux else ()),
         )
+
+    def plan_in(
+        self, table: Any, give: Callable[[torch.Tensor], Any], constants: Mapping[str, int | float], /
+    ) -> Callable[..., Any]:
+        """Returns what plans launches in a library, to which everything that is bound here is given."""
+        key = (self.key.nb, self.key.has_delta, self.key.write, self.key.final)
+        consumer = table.prepare_consumer(*map(give, self.weights), *key, *self.eps, self.pdl, self.checks)
+        if self.ring is not None:
+            fault, tag = constants.get("fault", 0), constants.get("fault_tag", 0)
+            consumer.bind_ring(give(self.ring.mailbox), self.ring.spin_budget, fault, tag)
+        elif self.mailbox is not None:
+            consumer.bind_ring(give(self.mailbox))
+        if self.aux:
+            consumer.bind_aux()
+        if self.statistics is not None:
+            bound = self.statistics
+            consumer.bind_statistics(give(bound.mixture), give(bound.scal), sorted(bound.rows))
+        plan: Callable[..., Any] = consumer.plan_run if self.ring is None else consumer.plan_run_ring
+        return plan
 
     def check_room(self, rows: int) -> None:
         """Raises OperandError where the mailbox has no room for that many rows."""

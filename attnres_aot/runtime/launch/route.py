@@ -6,7 +6,7 @@ when a geometry changes, and the checks of a geometry only when it is new.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +71,17 @@ class Bound(Protocol):
 
     def fixed(self, views: tuple[View, ...], /) -> Sequence[Fixed]:
         """Returns bound memory that operands must not touch, as far as one of the two is written."""
+
+    def plan_in(
+        self, table: Any, give: Callable[[torch.Tensor], Any], constants: Mapping[str, int | float], /
+    ) -> Callable[..., Any]:
+        """Returns what plans launches for operands in a library (`runtime/shared`): it is given them all.
+
+        Args:
+          table: the library's code for the device.
+          give: turns a tensor into what the library takes.
+          constants: what `constants` returned.
+        """
 
 
 class Route:
@@ -154,7 +165,8 @@ def _make(bound: Bound, tensors: tuple[torch.Tensor, ...]) -> Launcher:
         moved=watch([tensor for _, tensor in taken]) if bound.watched else never_moves,
         what=f"{asked} for {rows} rows",
     )
-    return Plan(order)
+    planner: Any = bundle
+    return planner.plan(order, bound, tensors) if bundle.plans else Plan(order)
 
 
 def _geometry_key(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...] | None:

@@ -30,6 +30,7 @@ RECORDS = [
     manifest.BudgetRecord,
     manifest.VariantRecord,
     manifest.ProducerRecord,
+    manifest.LibraryRecord,
     manifest.Choice,
 ]
 

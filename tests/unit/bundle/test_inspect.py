@@ -60,8 +60,8 @@ def test_a_bundle_is_shown_with_its_gpus_images_and_variants(bundle, capsys):
     lines = [line.split() for line in out.splitlines()]
     assert ["h2048-nb1-delta", "8", "40", "2", "128", f"{sizes(bundle)['h2048-nb1-delta']:,}", "4"] in lines
     assert ["statistics", "2", "(2,2)", "1", "8"] in lines
-    assert ["publish", "-", "(2,1)", "(2,2)", "1", "8"] in lines
-    assert ["delta,", "final", "2", "plain,", "aux", "2", "1", "8"] in lines
+    assert ["publish", "any", "every", "(tp,", "dcp)", "1", "8"] in lines
+    assert ["2", "delta,", "final", "1", "1", "-", "-", "1", "8"] in lines
 
 
 def test_a_folder_with_a_bad_bundle_shows_the_others_and_says_what_is_bad(make_bundle, capsys):
@@ -95,8 +95,8 @@ def test_a_publisher_is_launched_without_clusters(bundle, capsys):
 
 def test_statistics_have_a_row_of_their_own_where_fewer_deployments_need_them(bundle, capsys):
     lines = run(capsys, bundle.path).splitlines()
-    start = lines.index("mailbox of 1 slot, for (tp,dcp) (2,2)")
-    assert lines[start + 1].split() == ["delta,", "final", "2", "stats,", "both", "2", "1", "8"]
+    start = lines.index("  for (2,2) alone:")
+    assert lines[start + 1].split() == ["2", "delta,", "final", "-", "-", "1", "1", "1", "8"]
 
 
 def test_no_line_of_a_table_is_wider_than_80_characters(bundle, capsys):
