@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "inspect": Command(help="Show what a bundle holds and for which GPUs it is.", where=ANYWHERE, extra="inspect"),
     "config": Command(
-        help="Print a configuration that ships, to start your own from.", where=ANYWHERE, extra="runtime"
+        help="Print a configuration that ships, to start your own from.", where=ANYWHERE, extra="inspect"
     ),
 }
 """Name -> command."""

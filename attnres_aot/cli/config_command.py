@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from attnres_aot.cli.options import json_option
-from attnres_aot.cli.printing import show
+from attnres_aot.cli.printing import show, show_json
 from attnres_aot.columns import table
 from attnres_aot.config.shipped import DEFAULT_NAME, about, names, path_of
 
@@ -24,7 +22,7 @@ def command(name: str, *, as_list: bool, as_json: bool) -> None:
     shown = {each: path_of(each).read_text(encoding="utf-8") for each in (names() if as_list else (name,))}
     if as_json:
         found = [{"name": each, "about": about(text), "text": text} for each, text in shown.items()]
-        show(json.dumps({"configs": found} if as_list else found[0], indent=1))
+        show_json({"configs": found} if as_list else found[0])
     elif as_list:
         for line in table([(each, about(text)) for each, text in shown.items()], words=2):
             show(line)

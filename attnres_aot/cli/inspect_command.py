@@ -16,7 +16,7 @@ from attnres_aot.binary.disassembler import disassemble, find_disassembler
 from attnres_aot.bundle.manifest import ImageRecord, VariantRecord, dump_manifest, to_json
 from attnres_aot.bundle.reader import Bundle, read_bundle, read_image
 from attnres_aot.cli.bundle_argument import bundles_at
-from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_image, show_part
+from attnres_aot.cli.inspect_show import ImageView, show_bundle, show_bundles, show_part
 from attnres_aot.cli.options import json_option
 from attnres_aot.cli.printing import show_json
 from attnres_aot.cli.streams import tell
@@ -46,14 +46,7 @@ def command(path: Path, *, variant_name: str | None, image_name: str | None, sas
         raise UsageError("--sass shows the code of one image: add --image NAME or --variant NAME")
     found = bundles_at(path)
     if variant_name is None and image_name is None:
-        if found != (path,):
-            return _all(found, as_json=as_json)
-        whole = read_bundle(path)
-        if as_json:
-            show_json(_as_json(whole))
-        else:
-            show_bundle(whole)
-        return 0
+        return _one(path, as_json=as_json) if found == (path,) else _all(found, as_json=as_json)
     if len(found) > 1:
         raise UsageError(f"{str(path)!r} holds several bundles; choose one of {', '.join(each.name for each in found)}")
     bundle = read_bundle(found[0])
@@ -63,11 +56,17 @@ def command(path: Path, *, variant_name: str | None, image_name: str | None, sas
     views = [_view(bundle, _find(bundle, "image", name, manifest.images), sass=sass) for name in names]
     if as_json:
         show_json(_part_as_json(bundle, part, views))
-        return 0
-    if part is not None:
-        show_part(bundle, part)
-    for view in views:
-        show_image(view)
+    else:
+        show_part(bundle, part, views)
+    return 0
+
+
+def _one(path: Path, *, as_json: bool) -> int:
+    bundle = read_bundle(path)
+    if as_json:
+        show_json(_as_json(bundle))
+    else:
+        show_bundle(bundle)
     return 0
 
 

@@ -88,17 +88,22 @@ def _show_images(manifest: Manifest) -> None:
     show_table(rows)
 
 
-def show_part(bundle: Bundle, part: Part) -> None:
-    """Prints one variant or producer in full; its images are shown apart."""
-    proven = bundle.manifest.arch.proven
-    what = _variant_facts(part) if isinstance(part, VariantRecord) else _producer_facts(part)
-    facts = [
-        ("bundle", f"{bundle.path} ({proven}: {parse_arch(proven).rule()})"),
-        *what,
-        ("(tp,dcp)", pairs(part.deployments)),
-        *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in part.choices),
-    ]
-    show_facts(part.name, facts)
+def show_part(bundle: Bundle, part: Part | None, images: Sequence[ImageView]) -> None:
+    """Prints one variant or producer in full, if there is one, then images in full."""
+    if part is not None:
+        proven = bundle.manifest.arch.proven
+        what = _variant_facts(part) if isinstance(part, VariantRecord) else _producer_facts(part)
+        facts = [
+            ("bundle", f"{bundle.path} ({proven}: {parse_arch(proven).rule()})"),
+            *what,
+            ("(tp,dcp)", pairs(part.deployments)),
+            *(("image", f"{choice.image}, for {_rows(choice.max_rows)}") for choice in part.choices),
+        ]
+        show_facts(part.name, facts)
+    for number, view in enumerate(images):
+        if part is not None or number:
+            show()
+        _show_image(view)
 
 
 def _variant_facts(variant: VariantRecord) -> Iterator[tuple[str, str]]:
@@ -115,10 +120,9 @@ def _producer_facts(producer: ProducerRecord) -> Iterator[tuple[str, str]]:
     yield "makes", "rows of a mailbox" if blocks is None else f"statistics of {count(blocks, 'saved block')}"
 
 
-def show_image(view: ImageView) -> None:
+def _show_image(view: ImageView) -> None:
     """Prints one image in full: the manifest's record, the binary's own word, the parameters, and its code."""
     record, facts = view.record, view.facts
-    show()
     show_facts(record.name, _image_facts(record, facts))
     show_facts("", [("serves", ", ".join(view.serves) or "nothing")])
     show()

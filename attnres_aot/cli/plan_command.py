@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from attnres_aot.bundle.manifest import to_json
+from attnres_aot.bundle.manifest import ProducerRecord, VariantRecord, to_json
 from attnres_aot.cli.options import arch_option, config_option, json_option, selection_options
 from attnres_aot.cli.printing import faint, show, strong
 from attnres_aot.cli.variant_tables import show_producers, show_variants
@@ -102,24 +102,18 @@ def _as_json(shown: Plan) -> dict[str, Any]:
         "images": [{"name": str(spec), "kernel": spec.kernel, **to_json(spec)} for spec in shown.images],
         "variants": [
             {
-                "name": str(each.variant),
-                **to_json(each.variant.key),
-                "slots": each.variant.slots,
-                "aux": each.variant.aux,
-                "stats": each.variant.stats,
-                "images": [{"name": str(choice.spec), "max_rows": choice.max_rows} for choice in each.choices],
+                **_fields(variant_record(each)),
                 "positions": [position.value for position in each.positions],
-                "deployments": to_json(each.deployments),
+                "images": [{"name": str(choice.spec), "max_rows": choice.max_rows} for choice in each.choices],
             }
             for each in shown.variants
         ],
-        "producers": [
-            {
-                "name": str(each.producer),
-                **to_json(each.producer),
-                "image": str(each.spec),
-                "deployments": to_json(each.deployments),
-            }
-            for each in shown.producers
-        ],
+        "producers": [{**_fields(producer_record(each)), "image": str(each.spec)} for each in shown.producers],
     }
+
+
+def _fields(record: VariantRecord | ProducerRecord) -> dict[str, Any]:
+    """Returns what a manifest says of a variant or producer, but for its images."""
+    fields: dict[str, Any] = to_json(record)
+    del fields["choices"]
+    return fields

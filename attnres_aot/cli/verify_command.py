@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 from attnres_aot.bundle.manifest import Manifest
 from attnres_aot.cli.bundle_argument import bundles_at
 from attnres_aot.cli.options import json_option
+from attnres_aot.cli.printing import show, show_json, strong
 from attnres_aot.cli.wording import count
 from attnres_aot.spec.arch import parse_arch
 from attnres_aot.verify.bundle_check import VerifyReport, verify_bundle
@@ -30,7 +30,7 @@ def command(paths: tuple[Path, ...], *, strict: bool, as_json: bool) -> int:
     bundles = dict.fromkeys(bundle for path in paths for bundle in bundles_at(path))
     reports = [verify_bundle(bundle) for bundle in bundles]
     if as_json:
-        click.echo(json.dumps({"bundles": [_as_json(report, strict=strict) for report in reports]}, indent=1))
+        show_json({"bundles": [_as_json(report, strict=strict) for report in reports]})
     else:
         for report in reports:
             _show(report, strict=strict)
@@ -43,15 +43,15 @@ def _passes(report: VerifyReport, *, strict: bool) -> bool:
 
 def _show(report: VerifyReport, *, strict: bool) -> None:
     for problem in report.problems:
-        click.echo(f"{report.path}: {problem}")
+        show(f"{report.path}: {problem}")
     for note in report.notes:
-        click.echo(f"{report.path}: not checked: {note}")
+        show(f"{report.path}: not checked: {note}")
     if report.problems:
-        click.echo(f"{report.path}: NOT OK: {count(len(report.problems), 'problem')}")
+        show(f"{report.path}: {strong('NOT OK')}: {count(len(report.problems), 'problem')}")
     elif not _passes(report, strict=strict):
-        click.echo(f"{report.path}: NOT OK: not all of it could be checked, as --strict asks")
+        show(f"{report.path}: {strong('NOT OK')}: not all of it could be checked, as --strict asks")
     elif report.manifest is not None:
-        click.echo(f"{report.path}: OK: {_summary(report.manifest)}")
+        show(f"{report.path}: {strong('OK')}: {_summary(report.manifest)}")
 
 
 def _summary(manifest: Manifest) -> str:

@@ -14,6 +14,7 @@ import pytest
 from attnres_aot._version import __version__
 from attnres_aot.cli.commands import COMMANDS, install_command
 from attnres_aot.cli.entry import main
+from attnres_aot.cli.main import LazyGroup
 from attnres_aot.errors import BundleError, CompileError, ConfigError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +95,7 @@ def test_outcome_decides_the_status(case, capsys, monkeypatch):
             raise case.raised
         return case.raised
 
-    group = sys.modules["attnres_aot.cli.main"].LazyGroup
-    monkeypatch.setattr(group, "get_command", lambda *_: command)
+    monkeypatch.setattr(LazyGroup, "get_command", lambda *_: command)
     assert main(["plan"]) == case.status
     assert capsys.readouterr().err.lstrip() == case.says
 
@@ -140,24 +140,40 @@ def test_without_click_a_command_says_what_to_install(name):
     )
 
 
-RUNTIME_LACKS = ("yaml", "rich", "elftools", "cutlass", "numpy")
-INSPECT_LACKS = ("yaml", "rich", "torch", "cutlass", "numpy")
+LACKS = {
+    "runtime": ("yaml", "rich", "elftools", "cutlass", "numpy"),
+    "inspect": ("yaml", "rich", "torch", "cutlass", "numpy"),
+    "build": ("torch", "numpy"),
+}
+"""Extra -> what an install with it alone does not have."""
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.extra == "runtime"])
-def test_a_deployment_image_has_what_its_commands_need(name):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_extra_installs_what_its_commands_need(name):
     if name in ("selftest", "bench", "tune"):
         pytest.importorskip("torch")
-    result = run_without(RUNTIME_LACKS, name, "--help")
+    result = run_without(LACKS[COMMANDS[name].extra], name, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"Usage: attnres-aot {name} [OPTIONS]")
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.extra == "inspect"])
-def test_looking_at_bundles_needs_no_compiler(name, tmp_path):
-    result = run_without(INSPECT_LACKS, name, str(tmp_path / "none"))
-    assert result.returncode == 1
-    assert "there is no such folder; build one with" in result.stdout + result.stderr
+@pytest.mark.parametrize(
+    ("extra", "arguments", "status", "says"),
+    [
+        ("inspect", ["inspect", "none"], 1, "there is no such folder; build one with"),
+        ("inspect", ["verify", "none"], 1, "there is no such folder; build one with"),
+        ("inspect", ["config"], 0, "name: kimi_k3\n"),
+        ("runtime", ["config"], 0, "name: kimi_k3\n"),
+        ("runtime", ["doctor"], 1, "This machine\n"),
+        ("inspect", ["doctor"], 1, "torch is not installed"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_commands_run_from_a_small_install(extra, arguments, status, says):
+    result = run_without(LACKS[extra], *arguments)
+    assert result.returncode == status, result.stderr
+    assert says in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

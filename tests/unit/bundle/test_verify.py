@@ -66,6 +66,20 @@ def test_verifying_needs_neither_the_compiler_nor_what_reads_yaml(bundle):
     assert subprocess.run(run, capture_output=True, text=True, cwd=root, check=True).stdout == "True () ()\n"
 
 
+@pytest.mark.parametrize("arguments", [["verify", "--strict"], ["inspect"], ["inspect", "--variant", "publish"]])
+def test_an_install_with_the_extra_inspect_alone_looks_at_a_bundle(bundle, arguments):
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('cutlass', 'torch', 'yaml', 'rich', 'numpy')))\n"
+        "from attnres_aot.cli.entry import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    run = [sys.executable, "-c", program, *arguments, str(bundle.path)]
+    result = subprocess.run(run, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "not checked" not in result.stdout
+
+
 def test_without_the_packages_sources_all_else_is_checked(bundle, monkeypatch):
     monkeypatch.setattr(derive, "own_sources", lambda: None)
     report = verify_bundle(bundle.path)
