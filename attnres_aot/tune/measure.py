@@ -42,12 +42,8 @@ def variant_for(nb: int, slots: int, *, stats: bool) -> Variant:
     return Variant(key=ConsumerKey(nb=nb, has_delta=True), slots=slots, stats=stats)
 
 
-def measure_cells(rig: Rig, nb: int, slots: int, rows: Sequence[int], *, pdl: bool) -> list[Cell]:
-    """Measures one consumer at several row counts, with a warm L2."""
-    return [_measure_cell(rig, nb, slots, count, pdl=pdl) for count in rows]
-
-
-def _measure_cell(rig: Rig, nb: int, slots: int, rows: int, *, pdl: bool) -> Cell:
+def measure_cell(rig: Rig, nb: int, slots: int, rows: int, *, pdl: bool) -> Cell:
+    """Measures one consumer at one row count, with a warm L2."""
     plain = Job(variant=variant_for(nb, slots, stats=False), rows=rows, pdl=pdl)
     stats = replace(plain, variant=variant_for(nb, slots, stats=True))
     copy = rig.copy_us(plain) if slots else 0.0
