@@ -233,7 +233,7 @@ def opened():
 
     made = plan(load_config(ROOT / "configs" / "kimi_k3_all.yaml"), parse_arch("sm_90"))
     names = {str(each.variant): None for each in made.variants}
-    manifest = manifest_of(names, [str(each.producer) for each in made.producers])
+    manifest = manifest_of(names, [str(each.producer) for each in made.producers], hidden=256)
     records = {record.name: record for record in manifest.variants}
     folder = Path(tempfile.mkdtemp(prefix="simulated-"))
     (folder / "manifest.json").write_bytes(dump_manifest(manifest))
