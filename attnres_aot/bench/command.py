@@ -95,7 +95,7 @@ def measure(loaded: LoadedBundle, request: Request, echo: Echo) -> Report:
     device, facts = loaded.device.device, gpu_facts(loaded.device.device)
     report = Report(setting=describe(loaded, facts, request.effort))
     echo(show.setting_line(report.setting))
-    rig = Rig(loaded, partial(graph_time_us, effort=request.effort, device=device), facts.l2_bytes)
+    rig = make_rig(loaded, facts, request.effort)
     if "gpu" in request.parts:
         context, timings = measure_gpu(rig, request.selection, echo)
         report = replace(report, context=context, timings=timings)
@@ -110,6 +110,11 @@ def measure(loaded: LoadedBundle, request: Request, echo: Echo) -> Report:
         report = replace(report, cold_start=cold)
     _show(echo, show.report_lines(report))
     return report
+
+
+def make_rig(loaded: LoadedBundle, facts: GpuFacts, effort: Effort) -> Rig:
+    """Returns the rig for a bundle on its GPU."""
+    return Rig(loaded, partial(graph_time_us, effort=effort, device=loaded.device.device), facts.l2_bytes)
 
 
 def describe(loaded: LoadedBundle, facts: GpuFacts, effort: Effort) -> Setting:

@@ -19,8 +19,6 @@ class GpuFacts:
 
     name: str
     """Product name."""
-    multiprocessors: int
-    """SMs."""
     l2_bytes: int
     """Size of the L2."""
     driver: str
@@ -36,7 +34,6 @@ def gpu_facts(device: torch.device) -> GpuFacts:
     served = "unknown" if driver.cuda is None else f"CUDA {driver.cuda[0]}.{driver.cuda[1]}"
     return GpuFacts(
         name=properties.name,
-        multiprocessors=properties.multi_processor_count,
         l2_bytes=int(getattr(properties, "L2_cache_size", 0)) or _L2_IF_UNKNOWN,
         driver=driver.kernel_module or served,
         torch=f"{torch.__version__} (CUDA {torch.version.cuda})",

@@ -15,11 +15,10 @@ import torch
 from attnres_aot.bench.bare import Shape, bare_launch, holding, pack_parameters
 from attnres_aot.bench.clock import Call
 from attnres_aot.bench.results import HostCost
-from attnres_aot.bench.rig import EPS, SPIN_BUDGET, Job, Rig, Sets
+from attnres_aot.bench.rig import EPS, Job, Rig, Sets
 from attnres_aot.errors import UsageError
 from attnres_aot.runtime.cuda.driver import open_driver
 from attnres_aot.runtime.operands.geometry import VECTOR_ELEMS
-from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.spec.variants import Variant, parse_variant
 
 BARE, RUN, RUN_UNCHECKED = "bare cuLaunchKernelEx", "run, checks on", "run, checks off"
@@ -63,16 +62,14 @@ def costs(times: Mapping[str, float]) -> tuple[HostCost, ...]:
 
 def ways_to_launch(rig: Rig, fill: Fill) -> dict[str, Call]:
     """Returns each way of launching by name; a call keeps alive what it works on."""
-    variant = _richest(rig, slots=False)
-    job = Job(variant=variant, rows=_ROWS, pdl=False)
-    sets, other = rig.make_sets(job), rig.make_sets(job)
-    checked, unchecked = _prepare(rig, variant, sets, checks=True), _prepare(rig, variant, sets, checks=False)
-    operands = _operands(sets)
+    job = Job(variant=_richest(rig, slots=False), rows=_ROWS, pdl=False)
+    sets = rig.make_sets(job)
+    checked = rig.bind(job, sets, 0)
     ways: dict[str, Call] = {
-        BARE: _bare(rig, variant, sets),
-        RUN: partial(checked.run, *operands),
-        RUN_UNCHECKED: partial(unchecked.run, *operands),
-        RUN_MOVING: _alternating(partial(checked.run, *operands), partial(checked.run, *_operands(other))),
+        BARE: _bare(rig, job.variant, sets),
+        RUN: checked,
+        RUN_UNCHECKED: rig.bind(job, sets, 0, checks=False),
+        RUN_MOVING: _alternating(checked, partial(checked.func, *_operands(rig.make_sets(job)))),
         TORCH: partial(sets.out[0].add_, 1.0),
     }
     if rig.loaded.bundle.manifest.mailbox.slots:
@@ -103,23 +100,15 @@ def memset_fill(rig: Rig) -> Fill:
 
 
 def _ring_ways(rig: Rig, fill: Fill) -> dict[str, Call]:
-    variant = _richest(rig, slots=True)
-    sets = rig.make_sets(Job(variant=variant, rows=_ROWS, pdl=False))
+    job = Job(variant=_richest(rig, slots=True), rows=_ROWS, pdl=False)
+    sets = rig.make_sets(job)
     assert sets.mailbox is not None
-    mailbox, operands = sets.mailbox[0], _operands(sets)[1:]
-    checked, unchecked = _prepare(rig, variant, sets, checks=True), _prepare(rig, variant, sets, checks=False)
-    for prepared in (checked, unchecked):
-        prepared.bind_ring(mailbox, spin_budget=SPIN_BUDGET)
-    publish = fill(mailbox)
+    publish = fill(sets.mailbox[0])
     return {
         FILL: _after(publish, lambda: None),
-        RING: _after(publish, partial(checked.run_ring, *operands)),
-        RING_UNCHECKED: _after(publish, partial(unchecked.run_ring, *operands)),
+        RING: _after(publish, rig.bind(job, sets, 0)),
+        RING_UNCHECKED: _after(publish, rig.bind(job, sets, 0, checks=False)),
     }
-
-
-def _prepare(rig: Rig, variant: Variant, sets: Sets, *, checks: bool) -> PreparedAttnRes:
-    return PreparedAttnRes(tuple(sets.weights[0]), variant.key, EPS, rig.loaded, checks=checks)
 
 
 def _operands(sets: Sets) -> tuple[torch.Tensor, ...]:
@@ -158,21 +147,11 @@ def _richest(rig: Rig, *, slots: bool) -> Variant:
 
 def _bare(rig: Rig, variant: Variant, sets: Sets) -> Call:
     kernel = rig.loaded.kernel(variant, _ROWS)
-    source, prefix, blocks, out = _operands(sets)
-    norm, query, out_norm = sets.weights[0]
-    tensors = {
-        "source": source, "prefix": prefix, "blocks": blocks, "out": out,
-        "norm": norm, "query": query, "out_norm": out_norm,
-    }  # fmt: skip
+    operands = dict(zip(("source", "prefix", "blocks", "out"), _operands(sets), strict=True))
+    tensors = {**operands, **dict(zip(("norm", "query", "out_norm"), sets.weights[0], strict=True))}
     values: dict[str, int | float] = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    strides = {
-        "source_row_stride": source.stride(0),
-        "prefix_row_stride": prefix.stride(0),
-        "blocks_row_stride": blocks.stride(0),
-        "blocks_block_stride": blocks.stride(1),
-        "out_row_stride": out.stride(0),
-    }
-    values.update({name: stride // VECTOR_ELEMS for name, stride in strides.items()})
+    values |= {f"{name}_row_stride": tensor.stride(0) // VECTOR_ELEMS for name, tensor in operands.items()}
+    values["blocks_block_stride"] = operands["blocks"].stride(1) // VECTOR_ELEMS
     values.update(write=-1, rows=_ROWS, eps=EPS, out_eps=EPS)
     stream = rig.loaded.device.stream(rig.loaded.device.ordinal)
     parameters = pack_parameters(kernel, values)

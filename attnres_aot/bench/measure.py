@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from attnres_aot.bench import show
 from attnres_aot.bench.context import measure_context
 from attnres_aot.bench.host import shape_of
-from attnres_aot.bench.points import CHAIN, PUBLISHED, RING, Point, Selection, Series, modes_for, rows_for, select
+from attnres_aot.bench.points import CHAIN, PUBLISHED, RING, Selection, Series, modes_for, rows_for, select
 from attnres_aot.bench.results import COLD, WARM, Context, Timing
 from attnres_aot.bench.rig import Job, Rig, traffic
 from attnres_aot.bench.traffic import copy_traffic, floor_us
@@ -22,33 +22,27 @@ class PointTimer:
         self._rig, self._context = rig, context
         self._copies: dict[tuple[int, int, bool], float] = {}
 
-    def time(self, point: Point) -> Timing:
-        """Measures one point."""
-        variant, rows = point.series.variant, point.rows
-        job = Job(
-            variant=variant,
-            rows=rows,
-            pdl=point.pdl,
-            cold=point.cold,
-            statistics_before=point.series.work == CHAIN,
-            publish=point.series.work == PUBLISHED,
-        )
+    def time(self, series: Series, *, rows: int, pdl: Pdl, cold: bool) -> Timing:
+        """Measures one point: a line of a table at a row count, in a launch mode, with a warm or a cold L2."""
+        variant, work = series.variant, series.work
+        chain, published = work == CHAIN, work == PUBLISHED
+        job = Job(variant=variant, rows=rows, pdl=pdl, cold=cold, statistics_before=chain, publish=published)
         whole = self._rig.time_us(job)
-        copy = self._copy_us(job) if point.series.work == RING else None
+        copy = self._copy_us(job) if work == RING else None
         moved = traffic(job, self._rig.hidden).moved
         if copy is not None:  # the copy's bytes are taken off like its time
             moved -= copy_traffic(variant.slots, rows, self._rig.hidden).moved
         return Timing(
-            work=point.series.work,
+            work=work,
             variant=str(variant),
             rows=rows,
-            pdl=point.pdl,
-            l2=COLD if point.cold else WARM,
+            pdl=pdl,
+            l2=COLD if cold else WARM,
             us=whole if copy is None else whole - copy,
             with_copy_us=None if copy is None else whole,
             copy_us=copy,
             bytes_moved=moved,
-            floor_us=self._floor(moved, cold=point.cold),
+            floor_us=self._floor(moved, cold=cold),
         )
 
     def _copy_us(self, job: Job) -> float:
@@ -88,10 +82,8 @@ def measure_gpu(rig: Rig, selection: Selection, echo: Callable[[str], None]) -> 
         for text in show.table_head(title, columns, width):
             echo(text)
         for line in group:
-            found = [
-                timer.time(Point(series=line, rows=count, pdl=pdl, cold=cold))
-                for count in rows_for(line, selection, rig.capacity)
-            ]
+            counts = rows_for(line, selection, rig.capacity)
+            found = [timer.time(line, rows=count, pdl=pdl, cold=cold) for count in counts]
             echo(show.table_line(str(line), {timing.rows: timing.us for timing in found}, columns, width))
             timings += found
     for text in show.floor_lines(timings, rows, width):

@@ -38,20 +38,6 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One measurement."""
-
-    series: Series
-    """What runs."""
-    rows: int
-    """Rows of each launch."""
-    pdl: Pdl
-    """Launch mode."""
-    cold: bool
-    """Every launch works on memory that the L2 no longer holds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """What a run measures."""
 
@@ -69,6 +55,11 @@ def label(work: str, variant: str) -> str:
     """Names a line: the variant, behind the kernel that is launched before it."""
     producer, _, consumer = work.rpartition("+")
     return f"{producer} + {variant}" if consumer and producer else variant
+
+
+def holds(manifest: Manifest, producer: Producer) -> bool:
+    """Tells whether a bundle has a producer."""
+    return any(record.name == str(producer) for record in manifest.producers)
 
 
 def default_variants(manifest: Manifest) -> list[Variant]:
@@ -137,7 +128,7 @@ def select(manifest: Manifest, selection: Selection) -> list[Series]:
     for variant in twins.values():
         lines += _with_statistics(manifest, variant)
     ring = [variant for variant in variants if variant.slots]
-    if any(record.name == PUBLISH for record in manifest.producers):
+    if holds(manifest, Producer(kernel=PUBLISH)):
         lines += [Series(work=PUBLISHED, variant=variant) for variant in ring if variant.slots == 1]
     return [*lines, *(Series(work=RING, variant=variant) for variant in ring)]
 
@@ -149,8 +140,7 @@ def modes_for(series: Series, selection: Selection) -> tuple[Pdl, ...]:
 
 def _with_statistics(manifest: Manifest, variant: Variant) -> list[Series]:
     """Returns the lines of a variant with statistics: by itself, and behind the kernel that makes them."""
-    kernel = str(Producer(kernel=STATISTICS, nb=variant.key.nb))
-    made = any(record.name == kernel for record in manifest.producers)
+    made = holds(manifest, Producer(kernel=STATISTICS, nb=variant.key.nb))
     return [Series(work=work, variant=variant) for work in ((CONSUMER, CHAIN) if made else (CONSUMER,))]
 
 

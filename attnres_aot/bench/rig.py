@@ -14,13 +14,13 @@ from functools import partial
 import torch
 
 from attnres_aot.bench.clock import Call
-from attnres_aot.bench.producers import bind_statistics_kernel
 from attnres_aot.bench.traffic import Traffic, consumer_traffic, copy_traffic, statistics_traffic
 from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.runtime.launch.pdl import Pdl
 from attnres_aot.runtime.operands.mailbox import new_mailbox
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import PreparedPublish
+from attnres_aot.runtime.statistics import PreparedStatistics
 from attnres_aot.spec.variants import Variant
 
 EPS = 1e-6
@@ -149,16 +149,16 @@ class Rig:
             mailbox=mailbox,
         )
 
-    def bind(self, job: Job, sets: Sets, index: int) -> Call:
+    def bind(self, job: Job, sets: Sets, index: int, *, checks: bool = True) -> partial[torch.Tensor]:
         """Binds the consumer of a job to one set and returns what launches it."""
-        variant = job.variant
-        prepared = PreparedAttnRes(tuple(sets.weights[index]), variant.key, EPS, self.loaded, pdl=job.pdl)
-        aux = None if sets.aux is None else sets.aux[index]
-        if variant.aux:
+        variant, weights = job.variant, tuple(sets.weights[index])
+        prepared = PreparedAttnRes(weights, variant.key, EPS, self.loaded, pdl=job.pdl, checks=checks)
+        operands = [sets.prefix[index], sets.blocks[index], sets.out[index]]
+        if sets.aux is not None:
             prepared.bind_aux()
+            operands.append(sets.aux[index])
         if variant.stats:
             prepared.bind_statistics(sets.mixture[index], sets.scal[index], [job.rows])
-        operands = (sets.prefix[index], sets.blocks[index], sets.out[index], aux)
         if sets.mailbox is None:
             return partial(prepared.run, sets.source[index, 0], *operands)
         prepared.bind_ring(sets.mailbox[index], spin_budget=SPIN_BUDGET)
@@ -170,21 +170,16 @@ class Rig:
         if sets.mailbox is not None:
             steps.append(self._fill(job, sets.mailbox[index], sets.source[index]))
         if job.statistics_before:
-            steps.append(
-                bind_statistics_kernel(
-                    self.loaded,
-                    job.variant.key.nb,
-                    weights=tuple(sets.weights[index]),
-                    eps=EPS,
-                    blocks=sets.blocks[index],
-                    mixture=sets.mixture[index],
-                    scal=sets.scal[index],
-                    pdl=bool(job.pdl),
-                )
-            )
+            steps.append(self._statistics(job, sets, index))
         if job.consumer:
             steps.append(self.bind(job, sets, index))
         return steps[0] if len(steps) == 1 else partial(_in_turn, tuple(steps))
+
+    def _statistics(self, job: Job, sets: Sets, index: int) -> Call:
+        norm, query, _ = sets.weights[index]
+        results, nb, pdl = (sets.mixture[index], sets.scal[index]), job.variant.key.nb, bool(job.pdl)
+        kernel = PreparedStatistics(norm, query, EPS, *results, nb=nb, bundle=self.loaded, pdl=pdl, checks=False)
+        return partial(kernel.run, sets.blocks[index])
 
     def _fill(self, job: Job, mailbox: torch.Tensor, source: torch.Tensor) -> Call:
         if job.publish:

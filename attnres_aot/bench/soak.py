@@ -18,10 +18,11 @@ import torch
 
 from attnres_aot.bench.clock import Call
 from attnres_aot.bench.gpu import device_bytes, host_bytes
+from attnres_aot.bench.points import holds
 from attnres_aot.bench.results import Soak
 from attnres_aot.bench.rig import Job, Rig, Sets
 from attnres_aot.errors import DriverError
-from attnres_aot.spec.variants import Variant, parse_variant
+from attnres_aot.spec.variants import PUBLISH, Producer, Variant, parse_variant
 
 THREADS, STREAMS = 8, 2
 ROWS = (1, 5, 16)
@@ -164,7 +165,7 @@ def growth_problems(host: int, device: int) -> list[str]:
 def thread_loads(rig: Rig, thread: int) -> list[Load]:
     """Binds what one thread launches: a consumer of each kind, at row counts that differ between threads."""
     loads = []
-    published = any(record.nb is None for record in rig.loaded.bundle.manifest.producers)
+    published = holds(rig.loaded.bundle.manifest, Producer(kernel=PUBLISH))
     for index, variant in enumerate(kinds(rig)):
         rows = ROWS[(thread + index) % len(ROWS)]
         job = Job(variant=variant, rows=rows, pdl=False, publish=published and variant.slots == 1)

@@ -11,7 +11,7 @@ from attnres_aot.cli.printing import show
 from attnres_aot.selftest.cases import MAX_ROWS, ROW_COUNTS
 from attnres_aot.selftest.command import Request, run
 from attnres_aot.spec.row_counts import parse_rows
-from attnres_aot.spec.variants import PUBLISH, STATISTICS, parse_producer, parse_variant
+from attnres_aot.spec.variants import PUBLISH, STATISTICS, Producer, Variant, parse_producer, parse_variant
 
 
 @click.command("selftest")
@@ -43,14 +43,16 @@ def command(
 
     BUNDLE is a bundle or a folder of bundles; when left out, one is searched for as load() does.
     """
-    made = [name for name in names if name.startswith((STATISTICS, PUBLISH))]
     request = Request(
         bundle=bundle,
         device=device,
-        variants=tuple(parse_variant(name) for name in names if name not in made),
-        producers=tuple(map(parse_producer, made)),
+        subjects=tuple(map(_parse_subject, names)),
         all_variants=all_variants,
         rows=parse_rows(rows, MAX_ROWS),
         seed=secrets.randbelow(1 << 31) if seed is None else seed,
     )
     return run(request, show, as_json=as_json)
+
+
+def _parse_subject(name: str) -> Variant | Producer:
+    return parse_producer(name) if name.startswith((STATISTICS, PUBLISH)) else parse_variant(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class Layout:
     spare_capacity: int | None = None
     """Mailbox and statistics rows beyond the used ones; None: the capacity that the bundle was planned for."""
 
+    def capacity(self, rows: int, planned: int) -> int:
+        """Returns how many rows a mailbox slot and the statistics have."""
+        return planned if self.spare_capacity is None else rows + self.spare_capacity
+
 
 DENSE = Layout(name="dense")
 PADDED = Layout(name="padded", padding=1, skew=16, spare_capacity=3)
@@ -62,9 +67,9 @@ class Region:
     """Byte offset after the region, spare rows included."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """One allocation with operands in it, and poison everywhere else."""
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """The memory of one launch: an allocation with operands in it, and poison everywhere else."""
 
     words: Tensor
     """The allocation, int32."""
@@ -78,9 +83,14 @@ class Memory:
             region.shape, region.strides, region.start // region.dtype.itemsize
         )
 
-    def duplicate(self) -> Memory:
-        """Copies the memory."""
-        return Memory(words=self.words.clone(), regions=self.regions)
+    @cached_property
+    def views(self) -> Operands:
+        """The operands of a consumer's launch."""
+        return Operands(**{region.name: self.tensor(region.name) for region in self.regions})
+
+    def clone(self) -> Arena:
+        """Copies the memory; the views of the copy lie in the copy."""
+        return Arena(words=self.words.clone(), regions=self.regions)
 
     def locate(self, byte: int) -> str:
         """Says in words what lies at a byte offset: operand, index, or which gap."""
@@ -90,18 +100,6 @@ class Memory:
             if byte < region.end:
                 return _locate_in(region, byte)
         return f"the guard zone after {self.regions[-1].name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arena(Memory):
-    """The memory of one launch of a consumer."""
-
-    views: Operands
-    """Operands as tensors."""
-
-    def clone(self) -> Arena:
-        """Copies the memory; the views of the copy lie in the copy."""
-        return _arena(self.duplicate())
 
 
 def build_arena(
@@ -117,21 +115,39 @@ def build_arena(
       capacity: rows of a mailbox slot and of the statistics, unless the layout says otherwise.
       device: where.
     """
-    if layout.spare_capacity is not None:
-        capacity = rows + layout.spare_capacity
-    return _arena(place(_shapes(variant, rows, hidden, layout, capacity), layout, device))
+    return place(_shapes(variant, rows, hidden, layout, layout.capacity(rows, capacity)), layout, device)
 
 
 Shape = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, shape, strides in elements, and type of an operand."""
 
 
-def place(shapes: Sequence[Shape], layout: Layout, device: torch.device) -> Memory:
+def place(shapes: Sequence[Shape], layout: Layout, device: torch.device) -> Arena:
     """Allocates and poisons memory for operands, one after another with guard zones between."""
-    planner = _Planner(layout)
+    position = 0
+    regions = []
     for name, shape, strides, dtype in shapes:
-        planner.add(name, dtype, shape, strides)
-    return Memory(words=_poison((planner.position + GUARD_BYTES) // 4, device), regions=tuple(planner.regions))
+        start = -(-(position + GUARD_BYTES) // 128) * 128 + layout.skew
+        whole = (shape[0] + SPARE_ROWS, *shape[1:]) if len(shape) > 1 else shape
+        span = 1 + sum((extent - 1) * stride for extent, stride in zip(whole, strides, strict=True))
+        position = -(-(start + span * dtype.itemsize) // 16) * 16
+        regions.append(Region(name=name, dtype=dtype, shape=shape, strides=strides, start=start, end=position))
+    return Arena(words=_poison((position + GUARD_BYTES) // 4, device), regions=tuple(regions))
+
+
+def vector(name: str, hidden: int) -> Shape:
+    """Shapes weights [H]."""
+    return name, (hidden,), (1,), torch.bfloat16
+
+
+def mailbox(name: str, slots: int, capacity: int, hidden: int) -> Shape:
+    """Shapes a mailbox [slots, capacity, H], which is never padded."""
+    return name, (slots, capacity, hidden), (capacity * hidden, hidden, 1), torch.bfloat16
+
+
+def statistics(capacity: int, hidden: int) -> list[Shape]:
+    """Shapes mixture [capacity, H] and scal [capacity, 2], which are never padded."""
+    return [(name, (capacity, width), (width, 1), torch.float32) for name, width in (("mixture", hidden), ("scal", 2))]
 
 
 def matrix(name: str, rows: int, hidden: int, layout: Layout, order: int) -> Shape:
@@ -150,49 +166,18 @@ def saved_blocks(rows: int, count: int, hidden: int, layout: Layout) -> Shape:
 
 def _shapes(variant: Variant, rows: int, hidden: int, layout: Layout, capacity: int) -> list[Shape]:
     """Lists name, shape, strides and type of each operand that `variant` takes."""
-    bf16 = torch.bfloat16
-
-    shapes = [matrix("source", rows, hidden, layout, 1)]
-    if variant.slots:
-        strides = (capacity * hidden, hidden, 1)
-        shapes = [("source", (variant.slots, capacity, hidden), strides, bf16)]
+    ring = mailbox("source", variant.slots, capacity, hidden)
     write = -1 if variant.key.write is None else variant.key.write
     count = max(variant.key.nb, write + 1) + SPARE_BLOCKS
-    shapes += [
+    return [
+        ring if variant.slots else matrix("source", rows, hidden, layout, 1),
         matrix("prefix", rows, hidden, layout, 2),
         saved_blocks(rows, count, hidden, layout),
-        *((name, (hidden,), (1,), bf16) for name in ("norm", "query", "out_norm")),
+        *(vector(name, hidden) for name in ("norm", "query", "out_norm")),
         matrix("out", rows, hidden, layout, 3),
+        *([matrix("aux", rows, hidden, layout, 4)] if variant.aux else []),
+        *(statistics(capacity, hidden) if variant.stats else []),
     ]
-    if variant.aux:
-        shapes.append(matrix("aux", rows, hidden, layout, 4))
-    if variant.stats:
-        shapes.append(("mixture", (capacity, hidden), (hidden, 1), torch.float32))
-        shapes.append(("scal", (capacity, 2), (2, 1), torch.float32))
-    return shapes
-
-
-class _Planner:
-    """Places operands one after another."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._skew = layout.skew
-        self.position = 0
-        self.regions: list[Region] = []
-
-    def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        start = -(-(self.position + GUARD_BYTES) // 128) * 128 + self._skew
-        whole = (shape[0] + SPARE_ROWS, *shape[1:]) if len(shape) > 1 else shape
-        span = 1 + sum((extent - 1) * stride for extent, stride in zip(whole, strides, strict=True))
-        self.position = -(-(start + span * dtype.itemsize) // 16) * 16
-        self.regions.append(
-            Region(name=name, dtype=dtype, shape=shape, strides=strides, start=start, end=self.position)
-        )
-
-
-def _arena(memory: Memory) -> Arena:
-    views = Operands(**{region.name: memory.tensor(region.name) for region in memory.regions})
-    return Arena(words=memory.words, regions=memory.regions, views=views)
 
 
 def _poison(count: int, device: torch.device) -> Tensor:

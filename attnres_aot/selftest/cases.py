@@ -59,6 +59,10 @@ class Banks:
     capacity: int
     """Mailbox rows that the bundle was planned for."""
 
+    def of(self, steep: bool) -> Bank:
+        """Returns one of them."""
+        return self.steep if steep else self.mild
+
     @property
     def hidden(self) -> int:
         """Row length in elements."""
@@ -132,15 +136,9 @@ def prepare(case: Case, banks: Banks) -> Prepared:
             f"{case}: rows {case.start} to {case.start + case.rows - 1} of the inputs are asked for; there are rows 0 "
             f"to {BANK_ROWS - 1}, so start below {STARTS}"
         )
-    bank = banks.steep if case.steep else banks.mild
-    arena = build_arena(
-        case.variant,
-        rows=case.rows,
-        hidden=banks.hidden,
-        layout=case.layout,
-        capacity=banks.capacity,
-        device=banks.device,
-    )
+    bank = banks.of(case.steep)
+    size = {"rows": case.rows, "hidden": banks.hidden, "capacity": banks.capacity}
+    arena = build_arena(case.variant, **size, layout=case.layout, device=banks.device)
     _fill(case, bank, arena)
     expected = reference.consume(case.variant, arena.views, (case.eps, case.out_eps))
     return Prepared(case=case, arena=arena, before=arena.clone(), expected=expected, bank=bank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import Arena, Memory
+from attnres_aot.selftest.arena import Arena
 from attnres_aot.selftest.cases import Prepared
 from attnres_aot.spec.variants import Variant
 
@@ -25,14 +25,14 @@ class Verdict:
 
     problems: tuple[str, ...]
     """What is wrong, in words; empty when the launch is right."""
-    worst_ulp: int
-    """Largest bf16 distance from the rounded fp64 result, ill-conditioned elements aside."""
-    relative_error: float | None
-    """||out - exact|| / ||exact|| over the typical rows, or None when the case has none."""
     elements: int
     """Output elements that were compared."""
-    ill_conditioned: int
-    """Those that are further off than the contract's ulps, but within what fp32 arithmetic can reach."""
+    relative_error: float | None = None
+    """||out - exact|| / ||exact|| over the typical rows; None when there are none, or elements are compared as bits."""
+    worst_ulp: int = 0
+    """Largest bf16 distance from the rounded fp64 result, ill-conditioned elements aside; consumers only."""
+    fp32_limited: int = 0
+    """Elements further off than the contract's ulps, but within what fp32 arithmetic can reach; consumers only."""
 
 
 def ulp_limit(variant: Variant) -> int:
@@ -76,7 +76,7 @@ def judge(prepared: Prepared) -> Verdict:
         worst_ulp=int(numbers[3]),
         relative_error=relative_error,
         elements=out.numel(),
-        ill_conditioned=int(numbers[4]),
+        fp32_limited=int(numbers[4]),
     )
 
 
@@ -129,7 +129,7 @@ def _compare_out(out: Tensor, expected: reference.Expected, limit: int) -> _Comp
     )
 
 
-def describe_memory(actual: Memory, before: Memory, wanted: Memory) -> list[str]:
+def describe_memory(actual: Arena, before: Arena, wanted: Arena) -> list[str]:
     """Names the places whose memory is not as it must be after a launch, at most one per operand or gap."""
     actual_bits, wanted_bits = actual.words.view(torch.int16), wanted.words.view(torch.int16)
     places = (actual_bits != wanted_bits).nonzero().flatten()

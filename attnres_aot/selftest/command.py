@@ -18,9 +18,8 @@ from attnres_aot.errors import UsageError, did_you_mean
 from attnres_aot.selftest import report
 from attnres_aot.selftest.cases import draw_banks
 from attnres_aot.selftest.loaded import LoadedConsumer
-from attnres_aot.selftest.producers import ProducerResult, bundle_producers, check_producers
 from attnres_aot.selftest.report import Setting
-from attnres_aot.selftest.suite import VariantResult, bundle_variants, check_variants, image_variants
+from attnres_aot.selftest.suite import Result, Subject, bundle_producers, bundle_variants, check_all, image_variants
 from attnres_aot.spec.variants import Producer, Variant
 
 
@@ -32,10 +31,8 @@ class Request:
     """A bundle or a folder of bundles; None searches as `attnres_aot.load` does."""
     device: str | None
     """CUDA device; None is torch's current one."""
-    variants: tuple[Variant, ...]
-    """Only these and `producers`; both empty: one or more per image, and every producer."""
-    producers: tuple[Producer, ...]
-    """Only these and `variants`."""
+    subjects: tuple[Subject, ...]
+    """Only these variants and producers; none: one or more variants per image, and every producer."""
     all_variants: bool
     """Every variant of the bundle."""
     rows: tuple[int, ...]
@@ -44,75 +41,50 @@ class Request:
     """Seed of the input values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """What a self-test checks."""
-
-    variants: tuple[Variant, ...]
-    """Consumers."""
-    producers: tuple[Producer, ...]
-    """Producers."""
-
-
 def run(request: Request, echo: Callable[[str], None], *, as_json: bool) -> int:
     """Runs the self-test and prints what it finds: 0 when everything asked for was checked and right, 1 otherwise."""
     consumer = LoadedConsumer.open(request.bundle, request.device)
-    chosen = choose(consumer.bundle, request)
-    width = max(len("variant"), *(len(str(each)) for each in (*chosen.variants, *chosen.producers)))
-
-    def show(row: str) -> None:
-        if not as_json:
-            echo(row)
-
-    counts = f"{len(chosen.variants)} variants and {len(chosen.producers)} producers"
-    show(f"{counts} of {consumer.bundle.path} on {consumer.device_name}, seed {request.seed}")
+    bundle = consumer.bundle
+    subjects = choose(bundle, request)
+    width = max(len("variant"), *(len(str(subject)) for subject in subjects))
+    show: Callable[[str], None] = (lambda _: None) if as_json else echo
+    variants = sum(isinstance(subject, Variant) for subject in subjects)
+    counts = f"{variants} variants and {len(subjects) - variants} producers"
+    show(f"{counts} of {bundle.path} on {consumer.device_name}, seed {request.seed}")
     show(report.text_header(width))
     started = time.monotonic()
-    results, made = check_bundle(consumer, chosen, request, show, width)
-    setting = describe(consumer, request.rows, request.seed, time.monotonic() - started)
-    whole = json.dumps(report.to_json(results, setting, made), indent=1) if as_json else ""
-    echo(whole or report.summary_line(results, made))
-    complete = (len(results), len(made)) == (len(chosen.variants), len(chosen.producers))
-    right = all(each.cases and not each.problems for each in results)
-    right &= all(each.cases and not each.problems for each in made)
-    return 0 if complete and right else 1
-
-
-def check_bundle(
-    consumer: LoadedConsumer, chosen: Chosen, request: Request, show: Callable[[str], None], width: int
-) -> tuple[list[VariantResult], list[ProducerResult]]:
-    """Checks what was chosen with inputs from the request's seed; `show` gets a table row for each as it comes."""
-    manifest = consumer.bundle.manifest
-    banks = draw_banks(manifest.model.hidden, manifest.mailbox.capacity, request.seed, consumer.device)
-    results: list[VariantResult] = []
-    for result in check_variants(chosen.variants, consumer, banks, request.rows):
+    model, mailbox = bundle.manifest.model, bundle.manifest.mailbox
+    banks = draw_banks(model.hidden, mailbox.capacity, request.seed, consumer.device)
+    results: list[Result] = []
+    for result in check_all(subjects, consumer, banks, request.rows):
         show(report.text_row(result, width))
         results.append(result)
-    made: list[ProducerResult] = []
-    whole = len(results) == len(chosen.variants)  # a lost device ends the run
-    for found in check_producers(chosen.producers if whole else (), consumer, banks, request.rows):
-        show(report.text_row(found, width))
-        made.append(found)
-    return results, made
+    setting = describe(consumer, request.rows, request.seed, time.monotonic() - started)
+    whole = json.dumps(report.report_json(results, setting), indent=1) if as_json else ""
+    echo(whole or report.summary_line(results))
+    right = all(result.launches and not result.problems for result in results)
+    return 0 if right and len(results) == len(subjects) else 1
 
 
-def choose(bundle: Bundle, request: Request) -> Chosen:
-    """Lists the variants and producers that a request means.
+def choose(bundle: Bundle, request: Request) -> list[Subject]:
+    """Lists the variants, then the producers, that a request means.
 
     Raises:
       UsageError: one that the bundle does not hold, or contradictory options.
     """
     variants, producers = bundle_variants(bundle.manifest), bundle_producers(bundle.manifest)
-    if not request.variants and not request.producers:
-        chosen = variants if request.all_variants else image_variants(bundle.manifest)
-        if not chosen and not producers:
+    if not request.subjects:
+        chosen: list[Subject] = [*(variants if request.all_variants else image_variants(bundle.manifest)), *producers]
+        if not chosen:
             raise UsageError(f"{bundle.path} has no variants, so there is nothing to check")
-        return Chosen(variants=tuple(chosen), producers=tuple(producers))
+        return chosen
     if request.all_variants:
         raise UsageError("--variant and --all-variants contradict each other; give one of them")
-    _refuse_missing(bundle, "variant", map(str, request.variants), list(map(str, variants)))
-    _refuse_missing(bundle, "producer", map(str, request.producers), list(map(str, producers)))
-    return Chosen(variants=request.variants, producers=request.producers)
+    wanted = [subject for subject in request.subjects if isinstance(subject, Variant)]
+    made = [subject for subject in request.subjects if isinstance(subject, Producer)]
+    _refuse_missing(bundle, "variant", map(str, wanted), list(map(str, variants)))
+    _refuse_missing(bundle, "producer", map(str, made), list(map(str, producers)))
+    return [*wanted, *made]
 
 
 def _refuse_missing(bundle: Bundle, what: str, names: Iterable[str], present: list[str]) -> None:
@@ -136,5 +108,5 @@ def describe(consumer: LoadedConsumer, rows: tuple[int, ...], seed: int, seconds
         torch=f"{torch.__version__} (CUDA {torch.version.cuda})",
         seed=seed,
         rows=rows,
-        seconds=seconds,
+        seconds=round(seconds, 1),
     )

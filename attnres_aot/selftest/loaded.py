@@ -14,7 +14,7 @@ from attnres_aot.runtime.launch.pdl import Pdl
 from attnres_aot.runtime.prepared import PreparedAttnRes
 from attnres_aot.runtime.publish import publish
 from attnres_aot.runtime.statistics import statistics
-from attnres_aot.selftest.arena import Memory
+from attnres_aot.selftest.arena import Arena
 from attnres_aot.selftest.cases import Case
 from attnres_aot.selftest.producers import ProducerCase
 from attnres_aot.selftest.reference import Operands
@@ -54,9 +54,9 @@ class LoadedConsumer:
         """Binds and launches `case` once, the safe way (no programmatic dependent launch)."""
         self.bind(case, views)()
 
-    def produce(self, case: ProducerCase, memory: Memory) -> None:
+    def produce(self, case: ProducerCase, arena: Arena) -> None:
         """Launches a case of a producer once, the safe way."""
-        tensor, nb = memory.tensor, case.producer.nb
+        tensor, nb = arena.tensor, case.producer.nb
         if nb is None:
             publish(tensor("source"), tensor("mailbox"), case.slot, bundle=self.loaded)
             return

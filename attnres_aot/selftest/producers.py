@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attnres_aot.bundle.manifest import Manifest
+from attnres_aot.selftest import arena as shapes
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED, SPARE_BLOCKS, Layout, Memory, matrix, place
-from attnres_aot.selftest.arena import saved_blocks as blocks_of
-from attnres_aot.selftest.cases import MAX_ROWS, Banks
-from attnres_aot.selftest.check import describe_memory
-from attnres_aot.selftest.inputs import BANK_ROWS, Bank
-from attnres_aot.selftest.suite import DeviceLostError, check_cases, wait
-from attnres_aot.spec.variants import MAX_SLOTS, Producer, parse_producer
+from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED, SPARE_BLOCKS, Arena, Layout, place
+from attnres_aot.selftest.cases import STARTS, Banks
+from attnres_aot.selftest.check import Verdict, describe_memory
+from attnres_aot.selftest.inputs import Bank
+from attnres_aot.spec.variants import MAX_SLOTS, Producer
 
 MAX_STATISTICS_ERROR = 1e-5
 """Largest relative error of mixture and l over typical rows, with mild logits."""
@@ -55,48 +52,10 @@ class ProducerCase:
         return f"{self.producer} rows {self.rows} {self.layout.name} {what} start {self.start}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerResult:
-    """What was found out about one producer."""
-
-    producer: Producer
-    """Which producer."""
-    cases: int
-    """Launches checked."""
-    elements: int
-    """Elements compared."""
-    relative_error: float
-    """Largest relative error of mixture or l over the typical rows of a case of mild logits; 0 for published rows."""
-    problems: tuple[str, ...]
-    """What is wrong, each with its case; empty when everything is right."""
-
-
-class Launcher(Protocol):
-    """Whatever launches the cases: the loader on a GPU, or a simulation."""
-
-    def produce(self, case: ProducerCase, memory: Memory) -> None:
-        """Launches `case` on the current stream.
-
-        `memory` holds blocks, norm, query, mixture and scal for statistics; source and mailbox for publishing.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    problems: list[str]
-    elements: int
-    relative_error: float = 0.0
-
-
-def bundle_producers(manifest: Manifest) -> list[Producer]:
-    """Lists every producer of a bundle, in the manifest's order."""
-    return [parse_producer(record.name) for record in manifest.producers]
-
-
 def producer_cases(producer: Producer, row_counts: Sequence[int], salt: int = 0) -> Iterator[ProducerCase]:
     """Yields three cases per row count: dense, padded and block-major memory, with other values each."""
     for i, rows in enumerate(row_counts):
-        moved = (5 * salt + 7 * i) % (BANK_ROWS - MAX_ROWS)
+        moved = (5 * salt + 7 * i) % STARTS
         for j, layout in enumerate((DENSE, PADDED, BLOCK_MAJOR)):
             yield ProducerCase(
                 producer=producer,
@@ -104,67 +63,56 @@ def producer_cases(producer: Producer, row_counts: Sequence[int], salt: int = 0)
                 layout=layout,
                 eps=(1e-5, 1e-6)[(i + j) % 2],
                 steep=j == 2,
-                start=(moved + 11 * j) % (BANK_ROWS - MAX_ROWS),
+                start=(moved + 11 * j) % STARTS,
                 slot=(i + j) % SLOTS,
                 every_value=j == 1,
             )
 
 
-def check_producer(
-    producer: Producer, launcher: Launcher, banks: Banks, row_counts: Sequence[int], salt: int = 0
-) -> ProducerResult:
-    """Checks one producer on all its cases.
+def prepare_producer(case: ProducerCase, banks: Banks) -> Arena:
+    """Allocates the memory of a case and fills in its inputs.
 
-    Raises:
-      DeviceLostError: a launch hung or broke the device.
+    A statistics kernel finds blocks, norm, query, mixture and scal in it, the publisher source and mailbox.
     """
-    cases = producer_cases(producer, row_counts, salt)
-    verdicts, problems = check_cases(cases, lambda case: _check(case, launcher, banks))
-    return ProducerResult(
-        producer=producer,
-        cases=len(verdicts),
-        elements=sum(verdict.elements for verdict in verdicts),
-        relative_error=max((verdict.relative_error for verdict in verdicts), default=0.0),
-        problems=problems,
-    )
+    bank = banks.of(case.steep)
+    hidden, rows, nb = banks.hidden, case.rows, case.producer.nb
+    capacity = case.layout.capacity(rows, banks.capacity)
+    if nb is None:
+        operands = [
+            shapes.matrix("source", rows, hidden, case.layout, 1),
+            shapes.mailbox("mailbox", SLOTS, capacity, hidden),
+        ]
+        values = {"source": _values_to_publish(case, bank)}
+    else:
+        operands = [
+            shapes.saved_blocks(rows, nb + SPARE_BLOCKS, hidden, case.layout),
+            *(shapes.vector(name, hidden) for name in ("norm", "query")),
+            *shapes.statistics(capacity, hidden),
+        ]
+        values = {"norm": bank.norm, "query": bank.query}
+    arena = place(operands, case.layout, banks.device)
+    for name, tensor in values.items():
+        arena.tensor(name).copy_(tensor)
+    if nb is None:
+        reference.arm(arena.tensor("mailbox")[case.slot, :rows])
+    else:
+        arena.tensor("blocks")[:, :nb].copy_(bank.blocks[case.start : case.start + rows, :nb])
+    return arena
 
 
-def check_producers(
-    producers: Sequence[Producer], launcher: Launcher, banks: Banks, row_counts: Sequence[int]
-) -> Iterator[ProducerResult]:
-    """Checks producers one after another; a lost device ends the run with a result that says so."""
-    for salt, producer in enumerate(producers):
-        try:
-            result = check_producer(producer, launcher, banks, row_counts, salt)
-        except DeviceLostError as error:
-            problem = f"{error}; nothing after it can be checked in this process"
-            yield ProducerResult(producer=producer, cases=0, elements=0, relative_error=0.0, problems=(problem,))
-            return
-        yield result
-
-
-def _check(case: ProducerCase, launcher: Launcher, banks: Banks) -> _Verdict:
-    bank = banks.steep if case.steep else banks.mild
-    prepare, judge = (_prepare_publish, _judge_publish) if case.producer.nb is None else (_prepare, _judge)
-    memory = prepare(case, bank, banks.capacity)
-    before = memory.duplicate()
-    launcher.produce(case, memory)
-    wait(banks.device, str(case))
-    return judge(case, bank, memory, before)
-
-
-def _prepare_publish(case: ProducerCase, bank: Bank, capacity: int) -> Memory:
-    hidden, rows = bank.norm.shape[0], case.rows
-    capacity = capacity if case.layout.spare_capacity is None else rows + case.layout.spare_capacity
-    strides = (capacity * hidden, hidden, 1)
-    shapes = [
-        matrix("source", rows, hidden, case.layout, 1),
-        ("mailbox", (SLOTS, capacity, hidden), strides, torch.bfloat16),
-    ]
-    memory = place(shapes, case.layout, bank.norm.device)
-    memory.tensor("source").copy_(_values_to_publish(case, bank))
-    reference.arm(memory.tensor("mailbox")[case.slot, :rows])
-    return memory
+def judge_producer(case: ProducerCase, banks: Banks, arena: Arena, before: Arena) -> Verdict:
+    """Compares the memory of a case after its launch with what it must hold, given what it held before."""
+    wanted = before.clone()
+    if case.producer.nb is None:
+        reference.publish(wanted.tensor("mailbox"), case.slot, before.tensor("source"))
+        verdict = Verdict(problems=(), elements=arena.tensor("source").numel())
+    else:
+        for name in ("mixture", "scal"):
+            wanted.tensor(name)[: case.rows].copy_(arena.tensor(name)[: case.rows])
+        verdict = _judge_statistics(case, banks.of(case.steep), arena, before)
+    if bool((arena.words != wanted.words).any()):
+        verdict = replace(verdict, problems=(*describe_memory(arena, before, wanted), *verdict.problems))
+    return verdict
 
 
 def _values_to_publish(case: ProducerCase, bank: Bank) -> Tensor:
@@ -178,47 +126,18 @@ def _values_to_publish(case: ProducerCase, bank: Bank) -> Tensor:
     return values.to(torch.int16).view(torch.bfloat16).view(case.rows, hidden)
 
 
-def _judge_publish(case: ProducerCase, bank: Bank, memory: Memory, before: Memory) -> _Verdict:
-    del bank
-    wanted = before.duplicate()
-    reference.publish(wanted.tensor("mailbox"), case.slot, before.tensor("source"))
-    problems = describe_memory(memory, before, wanted) if bool((memory.words != wanted.words).any()) else []
-    return _Verdict(problems=problems, elements=memory.tensor("source").numel())
-
-
-def _prepare(case: ProducerCase, bank: Bank, capacity: int) -> Memory:
-    hidden, rows = bank.norm.shape[0], case.rows
-    nb = case.producer.nb or 0
-    capacity = capacity if case.layout.spare_capacity is None else rows + case.layout.spare_capacity
-    shapes = [
-        blocks_of(rows, nb + SPARE_BLOCKS, hidden, case.layout),
-        ("norm", (hidden,), (1,), torch.bfloat16),
-        ("query", (hidden,), (1,), torch.bfloat16),
-        ("mixture", (capacity, hidden), (hidden, 1), torch.float32),
-        ("scal", (capacity, 2), (2, 1), torch.float32),
-    ]
-    memory = place(shapes, case.layout, bank.norm.device)
-    memory.tensor("norm").copy_(bank.norm)
-    memory.tensor("query").copy_(bank.query)
-    memory.tensor("blocks")[:, :nb].copy_(bank.blocks[case.start : case.start + rows, :nb])
-    return memory
-
-
-def _judge(case: ProducerCase, bank: Bank, memory: Memory, before: Memory) -> _Verdict:
-    rows, nb = case.rows, case.producer.nb or 0
-    exact = reference.exact_statistics(before.tensor("blocks"), nb, bank.norm, bank.query, case.eps)
-    mixture = memory.tensor("mixture")[:rows].double()
-    maximum, total = memory.tensor("scal")[:rows].double().unbind(-1)
-    wanted = before.duplicate()
-    for name in ("mixture", "scal"):
-        wanted.tensor(name)[:rows].copy_(memory.tensor(name)[:rows])
-    problems = describe_memory(memory, before, wanted) if bool((memory.words != wanted.words).any()) else []
+def _judge_statistics(case: ProducerCase, bank: Bank, arena: Arena, before: Arena) -> Verdict:
+    rows = case.rows
+    exact = reference.exact_statistics(before.tensor("blocks"), case.producer.nb or 0, bank.norm, bank.query, case.eps)
+    mixture = arena.tensor("mixture")[:rows].double()
+    maximum, total = arena.tensor("scal")[:rows].double().unbind(-1)
     typical = bank.typical[case.start : case.start + rows]
     judged = exact.defined | total.isfinite()  # a total that is not finite makes all of a consumer's output so
     scale = (maximum - exact.maximum).exp()
     m_off = (maximum - exact.maximum).abs() > exact.maximum_error
     l_off = _off(total, scale, exact.total, exact.total_error)
     mixture_off = _off(mixture, scale[:, None], exact.mixture, exact.mixture_error)
+    problems = []
     for name, off, found, wants in (
         ("m", m_off & exact.maximum.isfinite(), maximum, exact.maximum),
         ("l", l_off, total, exact.total),
@@ -234,7 +153,7 @@ def _judge(case: ProducerCase, bank: Bank, memory: Memory, before: Memory) -> _V
     error = 0.0 if case.steep else max(errors)  # logits of 1e4 are known to 1e-3 only, and so are exponentials
     if error > MAX_STATISTICS_ERROR:
         problems.append(f"relative error {error:.3e} over {MAX_STATISTICS_ERROR:.1e}")
-    return _Verdict(problems=problems, elements=mixture.numel() + 2 * rows, relative_error=error)
+    return Verdict(problems=tuple(problems), elements=mixture.numel() + 2 * rows, relative_error=error)
 
 
 def _off(found: Tensor, scale: Tensor, exact: Tensor, error: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reports of a check: one table row per variant, totals per kind of source, as text, Markdown and JSON data."""
+"""Reports of a check: one table row per variant or producer, totals per kind of source, as text and JSON data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnres_aot.bundle.manifest import to_json
 from attnres_aot.columns import line
-from attnres_aot.selftest.producers import ProducerResult
-from attnres_aot.selftest.suite import VariantResult
-from attnres_aot.spec.variants import Variant
+from attnres_aot.selftest.suite import Result
+from attnres_aot.spec.variants import Producer, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Setting:
     rows: tuple[int, ...]
     """Row counts."""
     seconds: float
-    """How long the check took."""
+    """How long the check took, to a tenth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """The results of several variants together."""
+    """The results of several variants together: sums, and the largest of what is largest for each."""
 
     kind: str
     """Kind of source: `ordinary`, `ring of 8`, ... with `, statistics` or `, final` where they apply."""
@@ -46,47 +46,47 @@ class Total:
     """Variants checked."""
     failed: int
     """Those with a problem."""
-    cases: int
-    """Launches checked."""
+    launches: int
+    """As in `Result`, and so are those that follow."""
     elements: int
-    """Output elements compared."""
     worst_ulp: int
-    """Largest distance from the rounded fp64 result among well-conditioned elements."""
     relative_error: float
-    """Largest relative error of a case."""
-    ill_conditioned: int
-    """Elements that fp32 arithmetic cannot decide, and that are within what it can reach."""
+    fp32_limited: int
 
 
 def kind_of(variant: Variant) -> str:
     """Names the kind of source of a variant, with what else changes its arithmetic."""
-    parts = [f"ring of {variant.slots}" if variant.slots else "ordinary"]
-    if variant.stats:
-        parts.append("statistics")
-    if variant.key.final:
-        parts.append("final")
-    return ", ".join(parts)
+    source = f"ring of {variant.slots}" if variant.slots else "ordinary"
+    return source + ", statistics" * variant.stats + ", final" * variant.key.final
 
 
-def total(kind: str, results: Sequence[VariantResult]) -> Total:
+def total(kind: str, results: Sequence[Result]) -> Total:
     """Adds up results under one name."""
     return Total(
         kind=kind,
         variants=len(results),
         failed=sum(bool(result.problems) for result in results),
-        cases=sum(result.cases for result in results),
+        launches=sum(result.launches for result in results),
         elements=sum(result.elements for result in results),
         worst_ulp=max((result.worst_ulp for result in results), default=0),
         relative_error=max((result.relative_error for result in results), default=0.0),
-        ill_conditioned=sum(result.ill_conditioned for result in results),
+        fp32_limited=sum(result.fp32_limited for result in results),
     )
 
 
-def totals(results: Sequence[VariantResult]) -> list[Total]:
-    """Adds up results per kind of source, and all of them last."""
-    kinds = dict.fromkeys(kind_of(result.variant) for result in results)
-    rows = [total(kind, [result for result in results if kind_of(result.variant) == kind]) for kind in kinds]
-    return [*rows, total("all", results)]
+def split(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """Returns the results of variants, and those of producers."""
+    of_variants = [result for result in results if isinstance(result.subject, Variant)]
+    return of_variants, [result for result in results if isinstance(result.subject, Producer)]
+
+
+def totals(results: Sequence[Result]) -> list[Total]:
+    """Adds up the results of variants per kind of source, and all of them last."""
+    kinds: dict[str, list[Result]] = {}
+    for result in results:
+        if isinstance(result.subject, Variant):
+            kinds.setdefault(kind_of(result.subject), []).append(result)
+    return [*(total(kind, found) for kind, found in kinds.items()), total("all", split(results)[0])]
 
 
 _HEADING = ("launches", "worst ulp", "relative error", "fp32-limited")
@@ -97,15 +97,12 @@ def text_header(width: int) -> str:
     return _row("variant", _HEADING, "result", width)
 
 
-def text_row(result: VariantResult | ProducerResult, width: int) -> str:
-    """Formats one variant or producer as a table row, with a line per problem under it."""
-    if isinstance(result, VariantResult):
-        name, ulp = str(result.variant), f"{result.worst_ulp} of {result.ulp_limit}"
-        limited = str(result.ill_conditioned)
-    else:
-        name, ulp, limited = str(result.producer), "-", "-"
-    cells = (str(result.cases), ulp, f"{result.relative_error:.3e}", limited)
-    row = _row(name, cells, "FAILED" if result.problems else "ok", width)
+def text_row(result: Result, width: int) -> str:
+    """Formats one result as a table row, with a line per problem under it."""
+    limit = result.ulp_limit
+    ulp, limited = ("-", "-") if limit is None else (f"{result.worst_ulp} of {limit}", str(result.fp32_limited))
+    cells = (str(result.launches), ulp, f"{result.relative_error:.3e}", limited)
+    row = _row(str(result.subject), cells, "FAILED" if result.problems else "ok", width)
     return "\n".join([row, *(f"    {problem}" for problem in result.problems)])
 
 
@@ -113,110 +110,37 @@ def _row(name: str, cells: Sequence[str], outcome: str, width: int) -> str:
     return line((name, *cells), (width, *map(len, _HEADING))) + f"  {outcome}"
 
 
-def summary_line(results: Sequence[VariantResult], producers: Sequence[ProducerResult] = ()) -> str:
+def summary_line(results: Sequence[Result]) -> str:
     """Says the outcome in one line, or one for variants and one for producers."""
     lines = []
-    if results:
-        whole = total("all", results)
-        outcome = f"{whole.failed} of {whole.variants} variants FAILED" if whole.failed else "all right"
-        lines.append(
-            f"{whole.variants} variants, {whole.cases} launches, {whole.elements} output elements: "
-            f"worst {whole.worst_ulp} ulp, worst relative error {whole.relative_error:.3e}; {outcome}"
-        )
-    if producers:
-        failed = sum(bool(result.problems) for result in producers)
-        outcome = f"{failed} of {len(producers)} producers FAILED" if failed else "all right"
-        cases, elements = (sum(getattr(result, name) for result in producers) for name in ("cases", "elements"))
-        worst = max(result.relative_error for result in producers)
-        lines.append(
-            f"{len(producers)} producers, {cases} launches, {elements} elements: worst relative error {worst:.3e}; "
-            f"{outcome}"
-        )
+    for found, what in zip(split(results), ("variants", "producers"), strict=True):
+        if found:
+            whole = total(what, found)
+            outcome = f"{whole.failed} of {whole.variants} {what} FAILED" if whole.failed else "all right"
+            elements, ulp = f"{whole.elements} elements", ""
+            if what == "variants":
+                elements, ulp = f"{whole.elements} output elements", f"worst {whole.worst_ulp} ulp, "
+            lines.append(
+                f"{whole.variants} {what}, {whole.launches} launches, {elements}: "
+                f"{ulp}worst relative error {whole.relative_error:.3e}; {outcome}"
+            )
     return "\n".join(lines) or "nothing was checked"
 
 
-def markdown(results: Sequence[VariantResult], setting: Setting, producers: Sequence[ProducerResult] = ()) -> str:
-    """Formats the setting, the totals and all problems for a document."""
-    rows = ", ".join(map(str, setting.rows))
-    circumstances = (
-        f"Bundle {setting.bundle} (manifest sha256 {setting.manifest_sha256[:16]}, {setting.variants_in_bundle} "
-        f"variants, {setting.images_in_bundle} images); {setting.device}; torch {setting.torch}; rows {rows}; "
-        f"seed {setting.seed}; {setting.seconds:.0f} s."
-    )
-    lines = [
-        circumstances,
-        "",
-        "| source | variants | failed | launches | output elements | worst ulp | worst relative error | fp32-limited |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.kind} | {row.variants} | {row.failed} | {row.cases} | {row.elements} | {row.worst_ulp} | "
-        f"{row.relative_error:.3e} | {row.ill_conditioned} |"
-        for row in totals(results)
-    ]
-    if producers:
-        lines += ["", "| producer | launches | elements | worst relative error |", "|---|---|---|---|"]
-    lines += [
-        f"| {result.producer} | {result.cases} | {result.elements} | {result.relative_error:.3e} |"
-        for result in producers
-    ]
-    problems = [f"- `{result.variant}`: {problem}" for result in results for problem in result.problems]
-    problems += [f"- `{result.producer}`: {problem}" for result in producers for problem in result.problems]
-    return "\n".join([*lines, *(["", "Problems:", "", *problems] if problems else []), ""])
-
-
-def to_json(
-    results: Sequence[VariantResult], setting: Setting, producers: Sequence[ProducerResult] = ()
-) -> dict[str, Any]:
+def report_json(results: Sequence[Result], setting: Setting) -> dict[str, Any]:
     """Returns everything as plain JSON data."""
+    variants, producers = split(results)
     return {
-        "setting": {
-            "bundle": setting.bundle,
-            "manifest_sha256": setting.manifest_sha256,
-            "variants_in_bundle": setting.variants_in_bundle,
-            "images_in_bundle": setting.images_in_bundle,
-            "device": setting.device,
-            "torch": setting.torch,
-            "seed": setting.seed,
-            "rows": list(setting.rows),
-            "seconds": round(setting.seconds, 1),
-        },
-        "totals": [
-            {
-                "kind": row.kind,
-                "variants": row.variants,
-                "failed": row.failed,
-                "launches": row.cases,
-                "elements": row.elements,
-                "worst_ulp": row.worst_ulp,
-                "relative_error": row.relative_error,
-                "fp32_limited": row.ill_conditioned,
-            }
-            for row in totals(results)
-        ],
-        "variants": [
-            {
-                "name": str(result.variant),
-                "ok": not result.problems,
-                "launches": result.cases,
-                "elements": result.elements,
-                "worst_ulp": result.worst_ulp,
-                "ulp_limit": result.ulp_limit,
-                "relative_error": result.relative_error,
-                "fp32_limited": result.ill_conditioned,
-                "problems": list(result.problems),
-            }
-            for result in results
-        ],
-        "producers": [
-            {
-                "name": str(result.producer),
-                "ok": not result.problems,
-                "launches": result.cases,
-                "elements": result.elements,
-                "relative_error": result.relative_error,
-                "problems": list(result.problems),
-            }
-            for result in producers
-        ],
+        "setting": to_json(setting),
+        "totals": [to_json(row) for row in totals(results)],
+        "variants": [_result_json(result) for result in variants],
+        "producers": [_result_json(result) for result in producers],
     }
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    found = {"name": str(result.subject), "ok": not result.problems, "launches": result.launches}
+    found |= {"elements": result.elements, "relative_error": result.relative_error, "problems": list(result.problems)}
+    if result.ulp_limit is not None:
+        found |= {"worst_ulp": result.worst_ulp, "ulp_limit": result.ulp_limit, "fp32_limited": result.fp32_limited}
+    return found

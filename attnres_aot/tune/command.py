@@ -10,11 +10,10 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from attnres_aot.bench.clock import Effort, graph_time_us
-from attnres_aot.bench.command import describe
+from attnres_aot.bench.clock import Effort
+from attnres_aot.bench.command import describe, make_rig
 from attnres_aot.bench.gpu import gpu_facts
 from attnres_aot.bench.results import write_atomically
 from attnres_aot.bench.rig import Rig
@@ -26,7 +25,7 @@ from attnres_aot.runtime.api import load
 from attnres_aot.runtime.find.loaded import LoadedBundle
 from attnres_aot.tune import show
 from attnres_aot.tune.decide import RULES, Cell, Decision, decide
-from attnres_aot.tune.measure import check_bundle, deployments, measure_cells
+from attnres_aot.tune.measure import check_bundle, deployments, measure_cell
 from attnres_aot.tune.shapes import ShapeTimes, best_choices, time_shapes, variants_with_choice
 from attnres_aot.tune.yaml_tables import replace_deployments
 
@@ -69,9 +68,10 @@ def run(request: Request, show_line: Echo, *, as_json: bool) -> int:
     config = _checked_config(request, loaded)
     text = None if request.out is None else read_config_text(config)
     echo: Echo = (lambda _: None) if as_json else show_line
-    setting = describe(loaded, gpu_facts(loaded.device.device), request.effort)
+    facts = gpu_facts(loaded.device.device)
+    setting = describe(loaded, facts, request.effort)
     serves = deployments(loaded)
-    rig = make_rig(loaded, request.effort)
+    rig = make_rig(loaded, facts, request.effort)
     cells = measure_statistics(rig, request, echo)
     by_rule = {
         rule: {pair: decide(cells, slots, rule, request.margin) for pair, slots in serves.items()} for rule in RULES
@@ -110,12 +110,6 @@ def _checked_config(request: Request, loaded: LoadedBundle) -> Path:
     return config
 
 
-def make_rig(loaded: LoadedBundle, effort: Effort) -> Rig:
-    """Returns the rig for a bundle on its GPU."""
-    device = loaded.device.device
-    return Rig(loaded, partial(graph_time_us, effort=effort, device=device), gpu_facts(device).l2_bytes)
-
-
 def measure_statistics(rig: Rig, request: Request, echo: Echo) -> list[Cell]:
     """Measures every number of saved blocks with every source, and shows the times.
 
@@ -130,7 +124,7 @@ def measure_statistics(rig: Rig, request: Request, echo: Echo) -> list[Cell]:
     cells: list[Cell] = []
     for slots in sources:
         for nb in every_nb:
-            found = measure_cells(rig, nb, slots, request.rows, pdl=request.pdl)
+            found = [measure_cell(rig, nb, slots, rows, pdl=request.pdl) for rows in request.rows]
             echo(show.progress_line(found))
             cells += found
     for line in show.cell_tables(cells, request.rule):

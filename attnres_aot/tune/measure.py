@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attnres_aot.bench.producers import has_statistics_kernel
+from attnres_aot.bench.points import holds
 from attnres_aot.bench.rig import Job, Rig
 from attnres_aot.config.advice import build_changed
 from attnres_aot.errors import BundleError
 from attnres_aot.runtime.find.loaded import LoadedBundle
-from attnres_aot.spec.variants import ConsumerKey, Variant
+from attnres_aot.spec.variants import STATISTICS, ConsumerKey, Producer, Variant
 from attnres_aot.tune.decide import Cell
 
 
@@ -20,13 +20,14 @@ def check_bundle(loaded: LoadedBundle, every_nb: Sequence[int], slots: Sequence[
     Raises:
       BundleError: it does not; names what is missing and how to build it.
     """
-    missing = [f"statistics kernel for nb {nb}" for nb in every_nb if not has_statistics_kernel(loaded, nb)]
+    manifest = loaded.bundle.manifest
+    kernels = {nb: Producer(kernel=STATISTICS, nb=nb) for nb in every_nb}
+    missing = [f"statistics kernel for nb {nb}" for nb, kernel in kernels.items() if not holds(manifest, kernel)]
     for nb in every_nb:
         wanted = [variant_for(nb, count, stats=stats) for count in slots for stats in (False, True)]
         missing += [str(variant) for variant in wanted if variant not in loaded]
     if missing:
         more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
-        manifest = loaded.bundle.manifest
         rows, blocks = f'attn_stats: "1-{manifest.mailbox.capacity}:1"', f'attn_stats_blocks: "1-{max(every_nb)}:1"'
         lines = [
             f"{loaded.bundle.path} cannot be tuned: it has no {', '.join(missing[:6])}{more}",
@@ -41,12 +42,8 @@ def variant_for(nb: int, slots: int, *, stats: bool) -> Variant:
     return Variant(key=ConsumerKey(nb=nb, has_delta=True), slots=slots, stats=stats)
 
 
-def measure_cells(rig: Rig, nb: int, slots: int, rows: Sequence[int], *, pdl: bool) -> list[Cell]:
-    """Measures one consumer at several row counts, with a warm L2."""
-    return [_measure_cell(rig, nb, slots, count, pdl=pdl) for count in rows]
-
-
-def _measure_cell(rig: Rig, nb: int, slots: int, rows: int, *, pdl: bool) -> Cell:
+def measure_cell(rig: Rig, nb: int, slots: int, rows: int, *, pdl: bool) -> Cell:
+    """Measures one consumer at one row count, with a warm L2."""
     plain = Job(variant=variant_for(nb, slots, stats=False), rows=rows, pdl=pdl)
     stats = replace(plain, variant=variant_for(nb, slots, stats=True))
     copy = rig.copy_us(plain) if slots else 0.0

@@ -23,9 +23,9 @@ from attnres_aot.selftest import command as selftest
 from attnres_aot.selftest import report
 from attnres_aot.selftest.cases import ROW_COUNTS, draw_banks
 from attnres_aot.selftest.loaded import LoadedConsumer
-from attnres_aot.selftest.producers import bundle_producers
-from attnres_aot.selftest.suite import DeviceLostError, bundle_variants
+from attnres_aot.selftest.suite import DeviceLostError, bundle_producers, bundle_variants
 from attnres_aot.spec.variants import Variant
+from tests.support.gpu_report import markdown
 
 # Streams that wait for each other must not share a hardware queue; CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -169,7 +169,7 @@ class Ledger:
     """Results of all variants, and whether the device still works."""
 
     def __init__(self, path, seed):
-        self.results, self.producers, self.path, self.seed = [], [], path, seed
+        self.results, self.path, self.seed = [], path, seed
         self.started = time.monotonic()
         self.lost = None
 
@@ -178,15 +178,14 @@ class Ledger:
 def ledger(request, consumer, seed):
     ledger = Ledger(request.config.getoption("--gpu-report"), seed)
     yield ledger
-    if not ledger.results and not ledger.producers:
+    if not ledger.results:
         return
     setting = selftest.describe(consumer, ROW_COUNTS, seed, time.monotonic() - ledger.started)
-    print(f"\n{report.summary_line(ledger.results, ledger.producers)}; {setting.seconds:.0f} s, seed {seed}")
+    print(f"\n{report.summary_line(ledger.results)}; {setting.seconds:.0f} s, seed {seed}")
     if ledger.path:
-        Path(f"{ledger.path}.md").write_text(report.markdown(ledger.results, setting, ledger.producers))
-        Path(f"{ledger.path}.json").write_text(
-            json.dumps(report.to_json(ledger.results, setting, ledger.producers), indent=1) + "\n"
-        )
+        Path(f"{ledger.path}.md").write_text(markdown(ledger.results, setting))
+        data = report.report_json(ledger.results, setting)
+        Path(f"{ledger.path}.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from attnres_aot.selftest.far_shares import far_banks, far_case
 from attnres_aot.selftest.suite import check_case
+from tests.support.far_shares import far_banks, far_case
 
 
 @pytest.fixture(scope="module")

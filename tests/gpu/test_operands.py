@@ -93,7 +93,8 @@ def test_weights_that_are_gone_are_refused_and_followed_when_they_are_back(consu
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_null_memory_never_reaches_a_kernel(consumer, what, when):
     """In a process of its own: if a launch got through, only that process would lose its context."""
-    environment = {**os.environ, "ATTNRES_AOT_BUNDLE": str(consumer.bundle.path)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "ATTNRES_AOT_BUNDLE": str(consumer.bundle.path)}
     command = [sys.executable, str(Path(__file__).with_name("null_memory.py")), what, when]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=240, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

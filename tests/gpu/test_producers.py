@@ -8,8 +8,7 @@ from attnres_aot.selftest import reference
 from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED
 from attnres_aot.selftest.cases import ROW_COUNTS, STARTS, Case, prepare, refill
 from attnres_aot.selftest.check import judge
-from attnres_aot.selftest.producers import bundle_producers, check_producer
-from attnres_aot.selftest.suite import bundle_variants, wait
+from attnres_aot.selftest.suite import bundle_producers, bundle_variants, check_subject, wait
 from attnres_aot.spec.variants import ConsumerKey, Variant
 
 EPS = 1e-5
@@ -64,10 +63,10 @@ def room_for(consumer, rows):
 
 def test_producer(producer, consumer, banks, ledger):
     salt = bundle_producers(consumer.bundle.manifest).index(producer)
-    result = check_producer(producer, consumer, banks, ROW_COUNTS, salt)
-    ledger.producers.append(result)
+    result = check_subject(producer, consumer, banks, ROW_COUNTS, salt)
+    ledger.results.append(result)
     assert not result.problems, "\n".join(result.problems)
-    assert result.cases == 3 * len(ROW_COUNTS)
+    assert result.launches == 3 * len(ROW_COUNTS)
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["ordered", "dependent"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnres_aot.selftest import reference
-from attnres_aot.selftest.arena import Memory
+from attnres_aot.selftest.arena import Arena
 from attnres_aot.selftest.cases import Case
 from attnres_aot.selftest.producers import ProducerCase
 from attnres_aot.selftest.reference import Operands
@@ -175,7 +175,7 @@ class CompiledImages:
         if self.again:
             reference.arm(source[:, :rows])
 
-    def produce(self, case: ProducerCase, memory: Memory) -> None:
+    def produce(self, case: ProducerCase, memory: Arena) -> None:
         """Launches a producer."""
         tensor, rows = memory.tensor, case.rows
         segment = Segment.over(memory.words)

@@ -28,8 +28,7 @@ from attnres_aot.errors import AttnResError
 from attnres_aot.plan.plan import Plan, plan
 from attnres_aot.selftest.cases import Banks, cases_for, draw_banks
 from attnres_aot.selftest.inputs import FAMILIES
-from attnres_aot.selftest.producers import check_producer
-from attnres_aot.selftest.suite import check_case
+from attnres_aot.selftest.suite import check_case, check_subject
 from attnres_aot.spec.arch import parse_arch
 from attnres_aot.spec.variants import ConsumerSpec, ImageSpec, Producer, Variant
 from ptx_machine.images import CompiledImages, compile_ptx
@@ -52,7 +51,7 @@ class Finding:
     """Output elements compared."""
     worst_ulp: int
     """Largest bf16 distance from the rounded fp64 result."""
-    ill_conditioned: int
+    fp32_limited: int
     """Elements further off than the contract's ulps, but within what fp32 arithmetic can reach."""
     relative_error: float
     """Largest of a launch."""
@@ -137,7 +136,7 @@ def check(
         launches=sum(each.launches for each in everything),
         elements=sum(each.elements for each in everything),
         worst_ulp=max(each.worst_ulp for each in everything),
-        ill_conditioned=sum(each.ill_conditioned for each in everything),
+        fp32_limited=sum(each.fp32_limited for each in everything),
         relative_error=max(each.relative_error for each in everything),
         problems=tuple(problem for each in everything for problem in each.problems),
     )
@@ -153,14 +152,14 @@ def _check(
 ) -> Finding:
     if isinstance(user, Producer):
         try:
-            result = check_producer(user, images, banks, row_counts, salt)
+            result = check_subject(user, images, banks, row_counts, salt)
         except PtxError as error:
             return _failed(f"{user} {images.seed}: {error}")
         return Finding(
-            launches=result.cases,
+            launches=result.launches,
             elements=result.elements,
             worst_ulp=0,
-            ill_conditioned=0,
+            fp32_limited=0,
             relative_error=result.relative_error,
             problems=result.problems,
         )
@@ -180,14 +179,14 @@ def _check(
         launches=len(verdicts),
         elements=sum(verdict.elements for verdict in verdicts),
         worst_ulp=max(verdict.worst_ulp for verdict in verdicts),
-        ill_conditioned=sum(verdict.ill_conditioned for verdict in verdicts),
+        fp32_limited=sum(verdict.fp32_limited for verdict in verdicts),
         relative_error=max(verdict.relative_error or 0.0 for verdict in verdicts),
         problems=tuple(problems),
     )
 
 
 def _failed(*problems: str) -> Finding:
-    return Finding(launches=0, elements=0, worst_ulp=0, ill_conditioned=0, relative_error=0.0, problems=problems)
+    return Finding(launches=0, elements=0, worst_ulp=0, fp32_limited=0, relative_error=0.0, problems=problems)
 
 
 def main() -> int:
@@ -217,7 +216,7 @@ def main() -> int:
             findings.append(finding)
             print(
                 f"{arch} {job.spec!s:<30} {finding.launches:>3} launches  worst {finding.worst_ulp} ulp  "
-                f"relative error {finding.relative_error:.3e}  fp32-limited {finding.ill_conditioned:>5}  "
+                f"relative error {finding.relative_error:.3e}  fp32-limited {finding.fp32_limited:>5}  "
                 f"{time.perf_counter() - start:5.1f} s  {'FAILED' if finding.problems else 'ok'}",
                 *finding.problems, sep="\n    ", flush=True,
             )  # fmt: skip

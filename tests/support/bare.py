@@ -20,7 +20,7 @@ from attnres_aot.selftest.arena import DENSE, SPARE_BLOCKS
 from attnres_aot.selftest.cases import Case
 from attnres_aot.selftest.check import ulp_limit
 from attnres_aot.selftest.reference import Expected, Operands
-from attnres_aot.selftest.suite import Consumer, image_variants, wait
+from attnres_aot.selftest.suite import Launcher, image_variants, wait
 from attnres_aot.spec.variants import Variant
 
 BARE_EPS = 1e-5
@@ -120,7 +120,7 @@ def draw_bare(variant: Variant, rows: int, hidden: int, generator: torch.Generat
     return Bare(case=case, views=views, expected=reference.consume(variant, operands, (BARE_EPS, BARE_EPS)))
 
 
-def check_bare(bare: Bare, consumer: Consumer) -> list[str]:
+def check_bare(bare: Bare, consumer: Launcher) -> list[str]:
     """Launches and says what is wrong with the result; empty when it is right.
 
     Raises:

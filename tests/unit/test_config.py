@@ -289,9 +289,9 @@ def test_unreadable_file_is_one_problem(case):
 
 def test_alias_bomb_is_refused_at_once():
     levels = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
-    started = time.perf_counter()
+    started = time.process_time()
     problems = problems_of("\n".join(levels))
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert any("aliases are not allowed" in problem for problem in problems)
 
 

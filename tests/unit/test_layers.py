@@ -138,8 +138,12 @@ import importlib, json, os, sys
 for module in sys.argv[1:]:  # each in a process of its own, as fresh as this one
     child = os.fork()
     if not child:
-        importlib.import_module("attnres_aot." + module)
-        print(json.dumps([module, sorted(sys.modules)]), flush=True)
+        try:
+            importlib.import_module("attnres_aot." + module)
+            loaded = sorted(sys.modules)
+        except ModuleNotFoundError as error:
+            loaded = error.name
+        print(json.dumps([module, loaded]), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, module
 """
@@ -154,5 +158,7 @@ def loaded():
 
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.module)
 def test_importing_loads_only_what_it_may(start, loaded):
+    if loaded[start.module] == "torch" and "torch" not in start.never:
+        pytest.skip("torch is not installed")
     assert f"attnres_aot.{start.module}" in loaded[start.module]
     assert [name for name in loaded[start.module] if name.split(".")[0] in start.never] == []

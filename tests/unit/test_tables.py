@@ -105,9 +105,9 @@ def test_an_entry_inside_a_long_one_overlaps_whatever_lies_between():
 
 def test_many_overlapping_entries_take_no_time():
     table = BatchTable(spans=tuple(Span(first=n, last=10**15 - n, value=n % 2) for n in range(20_000)))
-    started = time.perf_counter()
+    started = time.process_time()
     table.canonical()
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 spans = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 2)).map(

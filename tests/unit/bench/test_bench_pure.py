@@ -15,7 +15,7 @@ from attnres_aot.bench.cold_start import IMPORT_ALONE, run_program, summarise
 from attnres_aot.bench.compare import compare, geometric_mean
 from attnres_aot.bench.host import BARE, FILL, RING, RUN, costs
 from attnres_aot.bench.measure import PointTimer
-from attnres_aot.bench.points import CHAIN, CONSUMER, Point, Selection, Series, default_variants, rows_for, select
+from attnres_aot.bench.points import CHAIN, CONSUMER, Selection, Series, default_variants, rows_for, select
 from attnres_aot.bench.points import RING as RING_WORK
 from attnres_aot.bench.results import (
     ColdStart,
@@ -67,10 +67,10 @@ def test_an_odd_time_of_a_copy_does_not_count(monkeypatch: pytest.MonkeyPatch) -
     rig.hidden = 7168
     timer = PointTimer(rig, None)
     line = Series(work=RING_WORK, variant=parse_variant("nb1-delta-ring1"))
-    found = timer.time(Point(series=line, rows=4, pdl=True, cold=False))
+    found = timer.time(line, rows=4, pdl=True, cold=False)
     assert (found.us, found.with_copy_us, found.copy_us) == (7.5, 9.0, 1.5)
     assert [(job.consumer, job.pdl, job.rows) for job in jobs] == [(True, True, 4), *[(False, False, 4)] * 3]
-    again = timer.time(Point(series=line, rows=4, pdl=False, cold=False))
+    again = timer.time(line, rows=4, pdl=False, cold=False)
     assert (again.us, again.copy_us) == (5.5, 1.5)  # and a copy of that size is not timed again
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch", reason="the command bench imports it")
+
 from attnres_aot.bench.compare import compare
 from attnres_aot.bench.results import MAX_REPORT_BYTES, numbers, read_report
 from attnres_aot.cli.entry import main

@@ -40,12 +40,12 @@ deployments:
 
 PROGRAM = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 from attnres_aot.cli.entry import main
 status = main(sys.argv[1:])
 heavy = ("cutlass", "torch", "numpy", "rich", "cuda")
 loaded = sorted(name for name in heavy if name in sys.modules)
-print(json.dumps({"status": status, "heavy": loaded, "seconds": time.perf_counter() - start}))
+print(json.dumps({"status": status, "heavy": loaded, "seconds": time.process_time() - start}))
 """
 
 

@@ -13,10 +13,10 @@ from ptx_machine.prove import ARCHES, Job, check, jobs, planned
 
 from attnres_aot.selftest.arena import DENSE, PADDED
 from attnres_aot.selftest.cases import Case, draw_banks
-from attnres_aot.selftest.far_shares import far_banks, far_case
 from attnres_aot.selftest.inputs import FAMILIES
 from attnres_aot.selftest.suite import check_case
 from attnres_aot.spec.variants import choices_for, parse_producer, parse_variant, producer_spec_for
+from tests.support.far_shares import far_banks, far_case
 
 NAMES = [
     "h7168-nb0",

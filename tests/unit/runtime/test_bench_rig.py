@@ -348,7 +348,7 @@ def test_resident_memory_is_read() -> None:
 
 @pytest.fixture
 def machine_without_gpu(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> None:
-    facts = GpuFacts(name="stand-in", multiprocessors=1, l2_bytes=L2_BYTES, driver="1", torch="2")
+    facts = GpuFacts(name="stand-in", l2_bytes=L2_BYTES, driver="1", torch="2")
     monkeypatch.setattr(command, "gpu_facts", lambda device: facts)
     monkeypatch.setattr(command, "graph_time_us", lambda calls, effort, device: timer(calls))
 

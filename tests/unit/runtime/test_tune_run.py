@@ -55,7 +55,7 @@ def made_up(job: Job) -> float:
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = GpuFacts(name="stand-in", multiprocessors=1, l2_bytes=1 << 20, driver="1", torch="2")
+    facts = GpuFacts(name="stand-in", l2_bytes=1 << 20, driver="1", torch="2")
     monkeypatch.setattr(command, "gpu_facts", lambda device: facts)
     monkeypatch.setattr(Rig, "time_us", lambda self, job: made_up(job))
 

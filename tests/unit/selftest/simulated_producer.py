@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnres_aot.selftest.arena import Memory
+from attnres_aot.selftest.arena import Arena
 from attnres_aot.selftest.producers import ProducerCase
 
 
@@ -22,9 +22,9 @@ class SimulatedProducer:
     skip_block: int | None = None
     half_precision_weight: bool = False
     swap_scalars: bool = False
-    after: Callable[[ProducerCase, Memory], None] = lambda case, memory: None
+    after: Callable[[ProducerCase, Arena], None] = lambda case, memory: None
 
-    def produce(self, case: ProducerCase, memory: Memory) -> None:
+    def produce(self, case: ProducerCase, memory: Arena) -> None:
         if case.producer.nb is None:
             bits = memory.tensor("source").contiguous().view(torch.int16)
             slot = memory.tensor("mailbox")[(case.slot + self.slot_shift) % 3, : case.rows]
@@ -33,7 +33,7 @@ class SimulatedProducer:
             self._statistics(case, memory)
         self.after(case, memory)
 
-    def _statistics(self, case: ProducerCase, memory: Memory) -> None:
+    def _statistics(self, case: ProducerCase, memory: Arena) -> None:
         blocks = [s for s in range(case.producer.nb) if s != self.skip_block]
         values = memory.tensor("blocks")[:, blocks].float()
         weight = memory.tensor("norm").float() * memory.tensor("query").float()

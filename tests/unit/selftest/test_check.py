@@ -12,7 +12,7 @@ from attnres_aot.selftest.arena import BLOCK_MAJOR, DENSE, PADDED
 from attnres_aot.selftest.cases import ROW_COUNTS, Case, cases_for, prepare
 from attnres_aot.selftest.check import judge
 from attnres_aot.selftest.reference import Operands
-from attnres_aot.selftest.suite import check_case, check_variant
+from attnres_aot.selftest.suite import check_case, check_subject
 from attnres_aot.spec.variants import parse_variant
 
 GOOD = [
@@ -32,11 +32,11 @@ GOOD = [
 
 @pytest.mark.parametrize("name", GOOD)
 def test_correct_consumer_passes(name, banks):
-    result = check_variant(parse_variant(name), SimulatedConsumer(), banks, (1, 3, 64), salt=GOOD.index(name))
+    result = check_subject(parse_variant(name), SimulatedConsumer(), banks, (1, 3, 64), salt=GOOD.index(name))
     assert result.problems == ()
-    assert result.cases == 9
+    assert result.launches == 9
     assert 1.4e-3 < result.relative_error < 1.9e-3
-    assert result.ill_conditioned < 2e-3 * result.elements
+    assert result.fp32_limited < 2e-3 * result.elements
 
 
 def _touch(field: str, index: tuple, value: float = 1.0) -> Callable[[Case, Operands], None]:
@@ -194,7 +194,7 @@ DEFECTS = [
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_planted_defect_is_caught(defect, banks):
     rows = 3 if "[" in defect.says and defect.says != "prefix[" else 64
-    result = check_variant(parse_variant(defect.variant), defect.consumer, banks, (rows,))
+    result = check_subject(parse_variant(defect.variant), defect.consumer, banks, (rows,))
     assert any(defect.says in problem for problem in result.problems), "\n".join(result.problems)
 
 

@@ -10,7 +10,8 @@ from simulated_producer import SimulatedProducer
 from attnres_aot.errors import OperandError
 from attnres_aot.selftest import reference
 from attnres_aot.selftest.cases import ROW_COUNTS
-from attnres_aot.selftest.producers import check_producer, check_producers, producer_cases
+from attnres_aot.selftest.producers import producer_cases
+from attnres_aot.selftest.suite import check_all, check_subject
 from attnres_aot.spec.variants import parse_producer
 
 NAMES = ["statistics-nb1", "statistics-nb3", "statistics-nb8", "publish"]
@@ -18,9 +19,9 @@ NAMES = ["statistics-nb1", "statistics-nb3", "statistics-nb8", "publish"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_correct_producer_passes(name, banks):
-    result = check_producer(parse_producer(name), SimulatedProducer(), banks, ROW_COUNTS, salt=3)
+    result = check_subject(parse_producer(name), SimulatedProducer(), banks, ROW_COUNTS, salt=3)
     assert result.problems == ()
-    assert result.cases == 3 * len(ROW_COUNTS)
+    assert result.launches == 3 * len(ROW_COUNTS)
     assert result.relative_error < 1e-6
 
 
@@ -127,7 +128,7 @@ DEFECTS = [
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_a_defect_is_found(defect, banks):
-    result = check_producer(parse_producer(defect.kernel), defect.producer, banks, (1, 16))
+    result = check_subject(parse_producer(defect.kernel), defect.producer, banks, (1, 16))
     assert defect.says in "\n".join(result.problems)
 
 
@@ -141,7 +142,7 @@ def test_every_value_of_bf16_is_published_next_to_others(banks):
             pairs.update(word & 0xFFFFFFFF for word in words)
             super().produce(case, memory)
 
-    assert check_producer(parse_producer("publish"), Recorder(), banks, ROW_COUNTS).problems == ()
+    assert check_subject(parse_producer("publish"), Recorder(), banks, ROW_COUNTS).problems == ()
     assert len(seen) == 1 << 16
     assert {0x80000000, 0x80008000, 0x00008000} <= pairs
 
@@ -163,8 +164,8 @@ def test_a_refused_launch_is_a_problem_and_a_lost_device_the_end(banks):
                 raise OperandError("blocks is odd")
             raise RuntimeError("CUDA error")
 
-    results = list(check_producers(producers, Refusing(), banks, (1,)))
-    assert [str(result.producer) for result in results] == NAMES[:2]
+    results = list(check_all(producers, Refusing(), banks, (1,)))
+    assert [str(result.subject) for result in results] == NAMES[:2]
     assert "OperandError: blocks is odd" in results[0].problems[0]
     assert "the device failed: CUDA error; nothing after it" in results[1].problems[0]
 

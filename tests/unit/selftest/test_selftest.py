@@ -15,7 +15,7 @@ from attnres_aot.cli import entry
 from attnres_aot.errors import DriverError, OperandError
 from attnres_aot.selftest.loaded import LoadedConsumer
 from attnres_aot.selftest.report import kind_of, totals
-from attnres_aot.selftest.suite import bundle_variants, check_variants, image_variants, wait
+from attnres_aot.selftest.suite import bundle_variants, check_all, image_variants, wait
 from attnres_aot.spec.variants import choices_for, parse_variant
 from tests.support.manifests import make_manifest
 
@@ -158,8 +158,8 @@ def test_a_refused_launch_fails_its_variant_only(install, capsys):
 
 def test_a_lost_device_ends_the_run(banks):
     broken = Raising(RuntimeError("CUDA error: an illegal memory access was encountered"), at="nb1-delta-aux")
-    results = list(check_variants([parse_variant(name) for name in NAMES], broken, banks, (1,)))
-    assert [str(result.variant) for result in results] == NAMES[:3]
+    results = list(check_all([parse_variant(name) for name in NAMES], broken, banks, (1,)))
+    assert [str(result.subject) for result in results] == NAMES[:3]
     assert "illegal memory access" in results[-1].problems[0]
     assert "nothing after it can be checked" in results[-1].problems[0]
 
@@ -181,8 +181,8 @@ def test_every_image_is_reached_by_the_fullest_variants():
 
 def test_totals_are_kept_apart_by_source(banks):
     variants = [parse_variant(name) for name in NAMES]
-    rows = totals(list(check_variants(variants, SimulatedConsumer(), banks, (2,))))
-    assert [(row.kind, row.variants, row.cases) for row in rows] == [
+    rows = totals(list(check_all(variants, SimulatedConsumer(), banks, (2,))))
+    assert [(row.kind, row.variants, row.launches) for row in rows] == [
         ("ordinary", 4, 12), ("ring of 8", 1, 3), ("ordinary, statistics", 1, 3), ("all", 6, 18),
     ]  # fmt: skip
     assert kind_of(parse_variant("nb8-delta-final-ring1-stats")) == "ring of 1, statistics, final"
