@@ -8,6 +8,8 @@ from attnres_aot.bundle.manifest import Manifest, ModelRecord
 from tests.support.manifests import make_manifest
 
 
-def manifest_of(names: Iterable[str], producers: Iterable[str] = (), *, blocks: int = 8, hidden: int = 1024) -> Manifest:
+def manifest_of(
+    names: Iterable[str], producers: Iterable[str] = (), *, blocks: int = 8, hidden: int = 1024
+) -> Manifest:
     model = ModelRecord(hidden=hidden, layers=12 * blocks, block_size=12, leading_dense_layers=1)
     return make_manifest(names, producers, model=model)
